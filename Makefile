@@ -1,0 +1,82 @@
+# Every command of the project. CI runs `make check` and nothing else.
+# `make PYTHON=/path/to/python3.12 test` chooses the interpreter that .venv is made from.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# A candidate is tried, not only looked up: version managers leave names on PATH that do not run.
+PYTHON ?= $(shell for name in python3.13 python3.12 python3.11 python3 python; do \
+	if "$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	then command -v "$$name"; break; fi; done)
+
+# uv does not read pip's variable
+UV_FLAGS = $(foreach place,$(PIP_FIND_LINKS),--find-links "$(place)")
+
+# what must not break unseen; commas between, for coverage's --include
+COVERAGE_GATE := src/depthmix/nn/*,src/depthmix/config.py,src/depthmix/fields.py,src/depthmix/rules.py
+COVERAGE_GATE := $(COVERAGE_GATE),src/depthmix/flops.py,src/depthmix/kernels/reference.py
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format test-gpu coverage clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## train and sample a small Mixture-of-Depths model on this machine
+	$(BIN)/depthmix demo
+
+# Twice, because torch.compile(fullgraph=True) fails under jaxtyping's runtime checks.
+test: $(STAMP) ## run the tests and hold the core to 95% coverage
+	$(BIN)/python -m pytest -m "not compile and not gpu" \
+		--jaxtyping-packages=depthmix,beartype.beartype --cov --cov-report=
+	$(BIN)/python -m pytest -m "compile and not gpu" --cov --cov-append --cov-report=
+	$(BIN)/coverage report --include='$(COVERAGE_GATE)' --fail-under=95
+
+check: $(STAMP) ## everything CI runs: format, lint, types, import contracts, tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyrefly check --summary=none
+	$(BIN)/lint-imports --no-logo
+	$(MAKE) test
+
+format: $(STAMP) ## format the code and fix what ruff can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Runs where nothing can be installed: the environment's Python if there is one, else plain python3,
+# and only the files with GPU tests, so that tools the others need may be absent.
+GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
+test-gpu: ## run the GPU tests (needs a CUDA device, torch and pytest; installs nothing)
+	@$(GPU_PYTHON) -c 'import torch; torch.cuda.is_available() or exit("no CUDA device is visible to torch")'
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
+
+coverage: test ## run the tests, then write the whole package's coverage to htmlcov/
+	$(BIN)/coverage report
+	$(BIN)/coverage html
+
+clean: ## remove caches and build outputs (keeps .venv and runs/)
+	rm -rf build dist htmlcov .coverage .coverage.* .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment: made once, reinstalled when what it is made from changes.
+$(STAMP): pyproject.toml constraints.txt
+	@if ! $(BIN)/python -c '' 2>/dev/null; then \
+		if command -v uv >/dev/null; then \
+			uv venv --quiet --clear --seed --python "$(or $(PYTHON),>=3.11)" $(VENV); \
+		elif [ -z "$(PYTHON)" ]; then \
+			echo "depthmix needs Python 3.11 or later and found none: install one, or name it with 'make PYTHON=/path/to/python3'." >&2; exit 1; \
+		elif ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+			echo "depthmix needs Python 3.11 or later, and $(PYTHON) is not: name another with 'make PYTHON=/path/to/python3'." >&2; exit 1; \
+		elif ! "$(PYTHON)" -m venv --clear $(VENV); then \
+			rm -rf $(VENV); \
+			echo "$(PYTHON) could not make a virtual environment: install its venv module (on Debian and Ubuntu: apt install python3-venv), or install uv." >&2; exit 1; \
+		fi; \
+	fi
+	@echo "installing depthmix and its tools in $(VENV) (once; minutes where torch must be downloaded)"
+	@if command -v uv >/dev/null; then \
+		uv pip install --python $(BIN)/python $(UV_FLAGS) -c constraints.txt -e '.[dev]'; \
+	else \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
+	fi
+	@touch $@

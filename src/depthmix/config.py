@@ -1,0 +1,321 @@
+"""What a model is, as data: frozen dataclasses, TOML presets, dotted overrides, validation.
+
+Owns every name and every rule of a valid configuration. Knows nothing of torch, so that planning,
+counting and `--help` stay instant.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any, Literal, NamedTuple, get_args
+
+from depthmix import fields
+from depthmix.rules import find_problems, num_kept
+
+Strategy = Literal[
+    "none", "expert_choice", "token_choice", "stochastic", "early_exit", "causal"
+]
+Gate = Literal["raw", "sigmoid", "tanh1", "unit"]
+Schedule = Literal["linear", "cosine"]
+ExpertChoice = Literal["none", "expert_choice", "token_choice"]
+Mlp = Literal["swiglu", "gelu"]
+Selector = Literal["topk", "predictor", "router", "all"]
+
+__all__ = [
+    "SELECTORS",
+    "ExpertsConfig",
+    "ModelConfig",
+    "RoutingConfig",
+    "load_preset",
+    "num_kept",
+    "preset_names",
+    "preset_sizes",
+]
+
+SELECTORS: tuple[str, ...] = get_args(Selector)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingConfig:
+    """Which blocks route, how many tokens each keeps, and how the decision is taken."""
+
+    strategy: Strategy = "none"
+    """How tokens are chosen: none, expert_choice, token_choice, stochastic, early_exit, causal."""
+    capacity: float | tuple[float, ...] | Schedule = 0.125
+    """Share of tokens a routed block keeps, in (0, 1]: a number, a list with one number for each
+    routed block, or the name of a schedule over depth (linear, cosine)."""
+    capacity_first: float = 0.85
+    """With a named schedule: the first routed block's capacity."""
+    capacity_last: float = 0.15
+    """With a named schedule: the last routed block's capacity."""
+    every: int = 2
+    """Route every n-th block: 2 routes every other block, 1 routes all."""
+    first_dense: int = 0
+    """Number of first blocks that are never routed."""
+    first_tokens: int = 0
+    """Number of first positions of a document that are always routed."""
+    gate: Gate = "raw"
+    """What multiplies a routed block's update: raw r, sigmoid(r), tanh1 = 1 + tanh(r), unit = 1."""
+    normalize_input: bool = False
+    """RMS-normalise the router's input, for residual streams of unknown scale."""
+    init_std: float = 0.02
+    """Standard deviation of the router's initial weights; 0 starts every score at 0."""
+    aux_loss_weight: float = 0.0
+    """Weight of the router's binary cross-entropy against top-k membership; 0 turns it off."""
+    predictor: bool = True
+    """Train a small stop-gradient head that predicts top-k membership causally."""
+    predictor_width: int = 128
+    """Hidden width of the predictor."""
+    predictor_loss_weight: float = 0.01
+    """Weight of the predictor's loss; the gradient stops at its input, so it is a learning rate."""
+    balance_loss_weight: float = 0.01
+    """Weight of token_choice's balancing loss."""
+    kv_capacity: float | None = None
+    """Decoupled routing: share of tokens that offer keys and values, at least `capacity`."""
+
+    def __post_init__(self) -> None:
+        fields.coerce(self, "routing.")
+
+    @property
+    def has_target(self) -> bool:
+        """Whether top-k membership is something that a causal head can learn."""
+        return self.strategy in ("expert_choice", "early_exit", "causal")
+
+    @property
+    def has_predictor(self) -> bool:
+        """Whether routed blocks carry a predictor."""
+        return self.predictor and self.has_target
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Expert MLPs in place of a block's MLP: MoE, and Mixture-of-Depths-and-Experts."""
+
+    strategy: ExpertChoice = "none"
+    """Who chooses: none (one MLP), expert_choice (experts take tokens), token_choice."""
+    num_experts: int = 8
+    """Number of expert MLPs in a block."""
+    num_noop: int = 0
+    """Number of no-op experts beside them: more than 0 makes an integrated MoDE."""
+    per_token: int = 1
+    """Experts that each token chooses under token_choice."""
+    capacity: float = 1.0
+    """Expert places for each token of a sequence, on average: every expert takes
+    capacity · T / num_experts tokens; under token_choice all of them together capacity · T."""
+    every: int = 1
+    """Put experts in every n-th block."""
+    width: int | None = None
+    """Hidden width of one expert; empty means the model's mlp_width."""
+    aux_loss_weight: float = 0.0
+    """expert_choice: weight of the router's cross-entropy against membership."""
+    predictor: bool = True
+    """expert_choice: train a stop-gradient head that predicts each expert's choice causally."""
+    predictor_width: int = 128
+    """Hidden width of that head."""
+    predictor_loss_weight: float = 0.01
+    """Weight of that head's loss."""
+    balance_loss_weight: float = 0.01
+    """token_choice: weight of the load-balancing loss."""
+
+    def __post_init__(self) -> None:
+        fields.coerce(self, "experts.")
+
+
+class Shape(NamedTuple):
+    """A model's widths with every empty field filled in."""
+
+    num_kv_heads: int
+    head_width: int
+    mlp_width: int
+    expert_width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer, its depth routing and its experts."""
+
+    vocab_size: int = 16384
+    """Number of token ids."""
+    max_seq_len: int = 1024
+    """Longest sequence in tokens; positions are smaller than this."""
+    num_layers: int = 12
+    """Number of blocks."""
+    width: int = 512
+    """Width of the residual stream."""
+    num_heads: int = 8
+    """Number of query heads."""
+    num_kv_heads: int | None = None
+    """Number of key/value heads; it divides num_heads. Empty means num_heads."""
+    head_width: int | None = None
+    """Width of one head, even. Empty means width / num_heads."""
+    mlp_width: int | None = None
+    """Hidden width of the MLP. Empty means 8/3 of width (swiglu, rounded up to a multiple of 128)
+    or 4 times width (gelu)."""
+    mlp: Mlp = "swiglu"
+    """Form of the MLP: swiglu or gelu."""
+    qk_norm: bool = False
+    """RMS-normalise queries and keys in each head."""
+    tied_head: bool = True
+    """Use the embedding matrix as the output head."""
+    rope_theta: float = 10000.0
+    """Base of the rotary position frequencies."""
+    norm_eps: float = 1e-6
+    """Epsilon inside every RMSNorm."""
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    """Depth routing."""
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    """Expert MLPs."""
+
+    def __post_init__(self) -> None:
+        fields.coerce(self)
+        problem = next(find_problems(self), None)
+        if problem is not None:
+            raise ValueError(problem)
+
+    @property
+    def shape(self) -> Shape:
+        """Widths with the empty fields filled in."""
+        default = 4 * self.width if self.mlp == "gelu" else math.ceil(self.width / 48) * 128
+        mlp_width = self.mlp_width or default
+        return Shape(
+            num_kv_heads=self.num_kv_heads or self.num_heads,
+            head_width=self.head_width or self.width // self.num_heads,
+            mlp_width=mlp_width,
+            expert_width=self.experts.width or mlp_width,
+        )
+
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """Indices of the blocks that route."""
+        if self.routing.strategy == "none":
+            return ()
+        first, every = self.routing.first_dense, self.routing.every
+        return tuple(range(first + every - 1, self.num_layers, every))
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Indices of the blocks whose MLP is a set of experts."""
+        if self.experts.strategy == "none":
+            return ()
+        return tuple(range(self.experts.every - 1, self.num_layers, self.experts.every))
+
+    @property
+    def capacities(self) -> tuple[float, ...]:
+        """Capacity of each routed block, in order."""
+        routing, count = self.routing, len(self.routed_layers)
+        if isinstance(routing.capacity, tuple):
+            return routing.capacity
+        if not isinstance(routing.capacity, str):
+            return (float(routing.capacity),) * count
+        first, last = routing.capacity_first, routing.capacity_last
+        shares = [i / max(1, count - 1) for i in range(count)]
+        if routing.capacity == "cosine":
+            shares = [(1 - math.cos(math.pi * share)) / 2 for share in shares]
+        return tuple(first + (last - first) * share for share in shares)
+
+    @property
+    def causal_selector(self) -> Literal["predictor", "router"] | None:
+        """The trained head that takes causal decisions over depth, or None."""
+        routing = self.routing
+        if routing.has_predictor:
+            return "predictor"
+        trained = routing.has_target and routing.aux_loss_weight > 0
+        return "router" if trained or routing.strategy == "token_choice" else None
+
+    @property
+    def needs_selector_to_decode(self) -> bool:
+        """Whether the training rule looks at more of the sequence than a cache holds."""
+        experts = self.experts
+        limited = experts.strategy == "token_choice" and experts.capacity < experts.per_token
+        experts_look = experts.strategy == "expert_choice" or limited
+        return bool(self.routed_layers) or (bool(self.expert_layers) and experts_look)
+
+    def find_selector_problem(self, selector: str | None) -> str | None:
+        """Why this model cannot route by `selector`, or None where it can."""
+        if selector is None:
+            return None
+        if selector not in SELECTORS:
+            return f"there is no selector '{selector}': use one of {', '.join(SELECTORS)}"
+        if selector in ("predictor", "router") and self.routing.strategy == "stochastic":
+            return f"a random choice has no causal head for selector '{selector}': use 'topk' or 'all'"
+        if selector == "predictor":
+            if self.routed_layers and not self.routing.has_predictor:
+                return (
+                    "selector 'predictor' needs a predictor: set routing.predictor = true (with "
+                    "expert_choice, early_exit or causal routing), or use selector 'router'"
+                )
+            if self.experts.strategy == "expert_choice" and not self.experts.predictor:
+                return (
+                    "selector 'predictor' needs the experts' predictor too: set "
+                    "experts.predictor = true, or use selector 'router'"
+                )
+        return None
+
+    def dense_twin(self) -> "ModelConfig":
+        """The same model with every token through every block."""
+        return dataclasses.replace(self, routing=RoutingConfig())
+
+    def override(self, overrides: Mapping[str, Any]) -> "ModelConfig":
+        """A copy with dotted fields replaced: `{"routing.capacity": 0.25, "width": 768}`."""
+        return fields.override(self, overrides)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; `from_dict` gives the same configuration back."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(tree: Mapping[str, Any]) -> "ModelConfig":
+        """Build from plain data, refusing unknown fields by name."""
+        return fields.build(ModelConfig, tree)
+
+    def to_toml(self) -> str:
+        """TOML text; `from_toml` gives the same configuration back."""
+        return fields.to_toml(self)
+
+    @staticmethod
+    def from_toml(text: str) -> "ModelConfig":
+        """Inverse of `to_toml`."""
+        return fields.from_toml(ModelConfig, text)
+
+    def to_json(self) -> str:
+        """JSON text; `from_json` gives the same configuration back."""
+        return fields.to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> "ModelConfig":
+        """Inverse of `to_json`."""
+        return fields.from_json(ModelConfig, text)
+
+
+def load_preset(name: str, **overrides: Any) -> ModelConfig:
+    """A configuration from the package: `60m`, its dense twin `60m-dense`.
+
+    `60m-mod` is `60m` by its full name. Overrides are fields, dotted where nested:
+    `load_preset("60m", width=768, **{"routing.capacity": 0.25})`.
+    """
+    size, _, variant = name.rpartition("-") if name.endswith(("-dense", "-mod")) else (name, "", "")
+    if size not in preset_sizes():
+        close = fields.suggest(name, preset_names())
+        raise ValueError(
+            f"there is no preset '{name}'.{close} The presets are: {', '.join(preset_names())}"
+        )
+    text = (resources.files("depthmix") / "presets" / f"{size}.toml").read_text(encoding="utf-8")
+    config = ModelConfig.from_toml(text)
+    if variant == "dense":
+        config = config.dense_twin()
+    return config.override(overrides) if overrides else config
+
+
+def preset_sizes() -> list[str]:
+    """Names of the preset files, smallest model first."""
+    folder = resources.files("depthmix") / "presets"
+    found = {p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml")}
+    order = ["tiny", "demo", "60m", "220m", "1b"]
+    return sorted(found, key=lambda name: order.index(name) if name in order else len(order))
+
+
+def preset_names() -> list[str]:
+    """Every name that `load_preset` takes, short forms left out."""
+    return [f"{size}-{variant}" for size in preset_sizes() for variant in ("dense", "mod")]

@@ -1,0 +1,80 @@
+"""One matrix product for each expert over rows that are sorted by expert.
+
+On CUDA in bf16 it is `torch.nn.functional.grouped_mm`; elsewhere an operator of our own that loops,
+so that it compiles without a graph break although each expert's share is known only at run time.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+
+def multiply_groups(
+    x: Float[Tensor, "R D"], weight: Float[Tensor, "E D F"], ends: Int[Tensor, " E"]
+) -> Float[Tensor, "R F"]:
+    """Rows from ends[e-1] up to ends[e] times weight[e]; the last end must be R."""
+    # grouped_mm asks for rows of whole 16-byte steps
+    aligned = x.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+    if x.is_cuda and x.dtype == torch.bfloat16 and aligned:
+        return F.grouped_mm(x, weight, offs=ends)
+    return torch.ops.depthmix.multiply_groups(x, weight, ends)
+
+
+@torch.library.custom_op("depthmix::multiply_groups", mutates_args=())
+def _multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[2])
+    for expert, (start, end) in enumerate(_list_bounds(ends)):
+        out[start:end] = x[start:end] @ weight[expert]
+    return out
+
+
+@torch.library.custom_op("depthmix::multiply_groups_grad", mutates_args=())
+def _multiply_groups_grad(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    out = x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
+    for expert, (start, end) in enumerate(_list_bounds(ends)):
+        out[expert] = x[start:end].T @ grad[start:end]
+    return out
+
+
+def _list_bounds(ends: Tensor) -> list[tuple[int, int]]:
+    stops = ends.tolist()
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+@_multiply_groups.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@_multiply_groups_grad.register_fake
+def _(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weight, ends = ctx.saved_tensors
+    grad = grad.contiguous()
+    grad_x = torch.ops.depthmix.multiply_groups(grad, weight.transpose(1, 2), ends)
+    return grad_x, torch.ops.depthmix.multiply_groups_grad(x, grad, ends), None
+
+
+_multiply_groups.register_autograd(_backward, setup_context=_keep_inputs)
+
+
+# rows are static, so a grouped product counts as one product over all of them
+@register_flop_formula([torch.ops.depthmix.multiply_groups])
+def _count(x: Any, weight: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * x[0] * weight[1] * weight[2]
+
+
+@register_flop_formula([torch.ops.depthmix.multiply_groups_grad])
+def _count_grad(x: Any, grad: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * x[0] * x[1] * grad[1]

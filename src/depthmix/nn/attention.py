@@ -1,0 +1,144 @@
+"""Grouped-query attention by explicit positions.
+
+Owns the mask rules: causal order, document boundaries, empty places; and the one `if cache`.
+Does not know about routing: a gathered sequence is a sequence.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from depthmix.config import ModelConfig
+from depthmix.nn.cache import LayerCache
+from depthmix.nn.layers import RMSNorm, rotate
+
+
+class Place(NamedTuple):
+    """What each token is, beside its vector."""
+
+    positions: Int[Tensor, "#B T"]
+    """Position in its document; strictly increasing inside one."""
+    phase: Float[Tensor, "#B T 2 half"]
+    """Rotary cosine and sine of that position."""
+    documents: Int[Tensor, "B T"] | None
+    """Attention stays inside a document; negative is padding. None: a row is one document."""
+    valid: Bool[Tensor, "B T"] | None
+    """False for padding and for empty places, which stand last. None: all are tokens."""
+
+    def take(self, index: Int[Tensor, "B K"], valid: Bool[Tensor, "B K"] | None) -> "Place":
+        """The places of gathered tokens; those that are not valid belong to no document."""
+        positions_BK = self.positions.expand(index.shape[0], -1).gather(1, index)
+        documents_BK = self.documents
+        if documents_BK is not None:
+            documents_BK = documents_BK.gather(1, index)
+            if valid is not None:
+                documents_BK = documents_BK.where(valid, -1)
+        row_B1 = torch.arange(index.shape[0], device=index.device)[:, None]
+        phase = self.phase[0][index] if self.phase.shape[0] == 1 else self.phase[row_B1, index]
+        return Place(positions_BK, phase, documents_BK, valid)
+
+
+class Memory(NamedTuple):
+    """Tokens that offer keys and values to other queries than their own."""
+
+    x: Float[Tensor, "B M D"]
+    place: Place
+    weight: Float[Tensor, "B M"]
+    """Multiplies the values, which puts the choice of tokens on the gradient path."""
+
+
+class Attention(nn.Module):
+    """Queries attend to keys at or before their own position, inside their document."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        shape = config.shape
+        self.num_heads, self.num_kv_heads = config.num_heads, shape.num_kv_heads
+        self.head_width = shape.head_width
+        query_width = self.num_heads * self.head_width
+        kv_width = self.num_kv_heads * self.head_width
+        # one matrix for queries, keys and values: a single, larger product
+        self.w_qkv = nn.Linear(config.width, query_width + 2 * kv_width, bias=False)
+        self.w_out = nn.Linear(query_width, config.width, bias=False)
+        self.split = [query_width, kv_width, kv_width]
+        self.norm_query = RMSNorm(self.head_width, config.norm_eps) if config.qk_norm else None
+        self.norm_key = RMSNorm(self.head_width, config.norm_eps) if config.qk_norm else None
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        place: Place,
+        *,
+        memory: Memory | None = None,
+        cache: LayerCache | None = None,
+    ) -> Float[Tensor, "B T D"]:
+        if memory is None:
+            query, key, value = self.w_qkv(x).split(self.split, dim=-1)
+            source = place
+        else:
+            w_query, w_kv = self.w_qkv.weight.split([self.split[0], 2 * self.split[1]])
+            query = F.linear(x, w_query)
+            key, value = F.linear(memory.x, w_kv).chunk(2, dim=-1)
+            value = (value * memory.weight[:, :, None]).to(key.dtype)
+            source = memory.place
+        query_BTNH = query.unflatten(-1, (self.num_heads, self.head_width))
+        key_BSGH = key.unflatten(-1, (self.num_kv_heads, self.head_width))
+        value_BSGH = value.unflatten(-1, (self.num_kv_heads, self.head_width))
+        if self.norm_query is not None and self.norm_key is not None:
+            query_BTNH, key_BSGH = self.norm_query(query_BTNH), self.norm_key(key_BSGH)
+        query_BTNH = rotate(query_BTNH, place.phase)
+        key_BSGH = rotate(key_BSGH, source.phase)
+
+        if cache is not None:
+            stored = cache.append(key_BSGH, value_BSGH, source.positions, source.valid)
+            key_BSGH, value_BSGH = stored.key, stored.value
+            # a cached row is one document: padding was never stored
+            mask = make_mask(place._replace(documents=None), stored.positions, None, stored.valid)
+        elif memory is None and place.documents is None:
+            # empty places stand last, so causal order alone hides them
+            mask = None
+        else:
+            mask = make_mask(place, source.positions, source.documents, source.valid)
+        mixed_BTNH = attend(query_BTNH, key_BSGH, value_BSGH, mask)
+        return self.w_out(mixed_BTNH.flatten(-2))
+
+
+def make_mask(
+    query: Place,
+    positions: Int[Tensor, "#B S"],
+    documents: Int[Tensor, "B S"] | None,
+    valid: Bool[Tensor, "B S"] | None,
+) -> Bool[Tensor, "B T S"]:
+    """True where a query may see a key."""
+    mask_BTS = positions[:, None, :] <= query.positions[:, :, None]
+    if query.documents is not None and documents is not None:
+        mask_BTS = mask_BTS & (documents[:, None, :] == query.documents[:, :, None])
+    if valid is not None:
+        mask_BTS = mask_BTS & valid[:, None, :]
+    if query.valid is not None:
+        # a query that sees no key would be NaN; what an empty place sees is never used
+        mask_BTS = mask_BTS | ~query.valid[:, :, None]
+    return mask_BTS
+
+
+def attend(
+    query: Float[Tensor, "B T N H"],
+    key: Float[Tensor, "B S G H"],
+    value: Float[Tensor, "B S G H"],
+    mask: Bool[Tensor, "#B T S"] | None,
+) -> Float[Tensor, "B T N H"]:
+    """softmax(q·k / √H)·v over the keys that the mask allows; no mask means causal order."""
+    query_BNTH, key_BGSH, value_BGSH = (t.transpose(1, 2) for t in (query, key, value))
+    grouped = query.shape[2] != key.shape[2]
+    mixed_BNTH = F.scaled_dot_product_attention(
+        query_BNTH,
+        key_BGSH,
+        value_BGSH,
+        attn_mask=None if mask is None else mask[:, None],
+        is_causal=mask is None,
+        enable_gqa=grouped,
+    )
+    return mixed_BNTH.transpose(1, 2)

@@ -1,0 +1,123 @@
+"""Keys and values of past tokens: a length of its own for every layer and every sequence.
+
+A routed block's cache holds its routed tokens only, with their true positions. Knows nothing of
+scheduling: which request owns a row is the caller's business.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from depthmix.config import ModelConfig
+
+
+class Stored(NamedTuple):
+    """A layer's cache as attention reads it."""
+
+    key: Float[Tensor, "B S G H"]
+    value: Float[Tensor, "B S G H"]
+    positions: Int[Tensor, "B S"]
+    valid: Bool[Tensor, "B S"]
+
+
+class LayerCache:
+    """One layer's keys and values; tokens are appended row by row, each row at its own end."""
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_width: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        # one slot more than is ever read: what has no place is written there
+        shape = (batch_size, num_slots + 1, num_kv_heads, head_width)
+        # zeros, because attention multiplies unread slots by a weight of zero
+        self.key = torch.zeros(shape, device=device, dtype=dtype)
+        self.value = torch.zeros(shape, device=device, dtype=dtype)
+        self.positions = torch.zeros(shape[:2], device=device, dtype=torch.long)
+        self.lengths = torch.zeros(batch_size, device=device, dtype=torch.long)
+
+    def append(
+        self,
+        key: Float[Tensor, "B T G H"],
+        value: Float[Tensor, "B T G H"],
+        positions: Int[Tensor, "B T"],
+        valid: Bool[Tensor, "B T"] | None,
+    ) -> Stored:
+        """Store the valid tokens at each row's end, in order; returns all that is stored."""
+        batch_size, num_tokens = key.shape[:2]
+        num_slots = self.key.shape[1] - 1
+        if valid is None:
+            valid = torch.ones((batch_size, num_tokens), device=key.device, dtype=torch.bool)
+        place_BT = self.lengths[:, None] + valid.cumsum(dim=1) - 1
+        slot_BT = torch.where(valid, place_BT, num_slots)
+        row_B1 = torch.arange(batch_size, device=key.device)[:, None]
+        self.key[row_B1, slot_BT] = key.to(self.key.dtype)
+        self.value[row_B1, slot_BT] = value.to(self.value.dtype)
+        self.positions[row_B1, slot_BT] = positions.expand(batch_size, -1)
+        self.lengths += valid.sum(dim=1)
+        slot_S = torch.arange(num_slots, device=key.device)
+        return Stored(
+            key=self.key[:, :num_slots].to(key.dtype),
+            value=self.value[:, :num_slots].to(value.dtype),
+            positions=self.positions[:, :num_slots],
+            valid=slot_S < self.lengths[:, None],
+        )
+
+
+class Cache:
+    """The caches of all layers, and how many tokens each row has seen."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        num_tokens: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Room for `num_tokens` tokens in each row, also if a router keeps all of them."""
+        if num_tokens > config.max_seq_len:
+            raise ValueError(
+                f"a cache of {num_tokens} tokens is longer than max_seq_len = "
+                f"{config.max_seq_len}: ask for fewer, or override max_seq_len"
+            )
+        self.batch_size = batch_size
+        self.num_tokens = num_tokens
+        # an upper bound kept on the host: no row can hold more, and asking costs no device sync
+        self.num_appended = 0
+        self.seen = torch.zeros(batch_size, device=device, dtype=torch.long)
+        kv_heads, head_width = config.shape.num_kv_heads, config.shape.head_width
+        device = torch.device(device)
+        self.layers = [
+            LayerCache(batch_size, num_tokens, kv_heads, head_width, device, dtype)
+            for _ in range(config.num_layers)
+        ]
+
+    def advance(
+        self, num_rows: int, num_tokens: int, present: Bool[Tensor, "B T"] | None
+    ) -> Int[Tensor, "B T"]:
+        """Positions of the next tokens of each row; padding takes none."""
+        if num_rows != self.batch_size:
+            raise ValueError(
+                f"the cache was made for {self.batch_size} rows, the tokens have {num_rows}"
+            )
+        if self.num_appended + num_tokens > self.num_tokens:
+            raise ValueError(
+                f"the cache has room for {self.num_tokens} tokens, {self.num_appended} are taken "
+                f"and {num_tokens} more were given: make a larger Cache"
+            )
+        self.num_appended += num_tokens
+        if present is None:
+            present = torch.ones(
+                (num_rows, num_tokens), device=self.seen.device, dtype=torch.bool
+            )
+        positions_BT = (self.seen[:, None] + present.cumsum(dim=1) - 1).clamp(min=0)
+        self.seen += present.sum(dim=1)
+        return positions_BT

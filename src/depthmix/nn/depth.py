@@ -1,0 +1,136 @@
+"""Mixture-of-Depths around any block: route, gather, block, scatter-add.
+
+Owns the paper's equation. Does not know what the block is: anything that takes gathered tokens and
+their places and returns an update can stand inside.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from depthmix.config import RoutingConfig
+from depthmix.kernels import gather_tokens, scatter_add_tokens
+from depthmix.nn import routing as rules
+from depthmix.nn.attention import Memory, Place
+from depthmix.nn.block import Update
+from depthmix.nn.cache import LayerCache
+from depthmix.nn.router import Predictor, Router
+from depthmix.nn.routing import Candidates, Kept, Routing
+
+
+class Decider(nn.Module):
+    """A router, its causal predictor, and the rule that turns their scores into kept tokens."""
+
+    def __init__(self, width: int, config: RoutingConfig, capacity: float) -> None:
+        super().__init__()
+        self.config, self.capacity = config, capacity
+        self.router = Router(
+            width, normalize=config.normalize_input, init_std=config.init_std
+        )
+        self.predictor = Predictor(width, config.predictor_width) if config.has_predictor else None
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        candidates: Candidates,
+        *,
+        selector: str | None = None,
+        previous: Routing | None = None,
+        decoding: bool = False,
+    ) -> tuple[Kept, Routing]:
+        logits_BT = self.router(x).squeeze(-1)
+        predicted_BT = None if self.predictor is None else self.predictor(x).squeeze(-1)
+        if self.config.strategy == "early_exit":
+            candidates = rules.survivors(candidates, previous)
+        # decisions are not differentiable: the gate and the losses carry the gradient
+        kept = self.keep(logits_BT.detach(), predicted_BT, candidates, selector)
+        target_BT = None
+        if not decoding and self.config.has_target:
+            topk = kept
+            if selector not in (None, "topk") or self.config.strategy == "causal":
+                topk = rules.expert_choice(logits_BT.detach(), self.capacity, candidates)
+            target_BT = topk.slot >= 0
+        weight_BK = rules.apply_gate(self.config.gate, logits_BT.gather(1, kept.index))
+        if kept.valid is not None:
+            weight_BK = weight_BK * kept.valid
+        valid_BK = torch.ones_like(kept.index, dtype=torch.bool) if kept.valid is None else kept.valid
+        return kept, Routing(
+            index=kept.index,
+            weight=weight_BK,
+            valid=valid_BK,
+            logits=logits_BT,
+            predictor_logits=predicted_BT,
+            slot=kept.slot,
+            target=target_BT,
+            present=candidates.present,
+        )
+
+    def keep(
+        self,
+        logits: Float[Tensor, "B T"],
+        predicted: Float[Tensor, "B T"] | None,
+        candidates: Candidates,
+        selector: str | None,
+    ) -> Kept:
+        """The tokens that get a place: by the strategy's own rule, or by a named selector."""
+        strategy = self.config.strategy
+        if selector == "all":
+            return rules.keep_all(logits, candidates)
+        if selector in ("predictor", "router"):
+            scores = predicted.detach() if selector == "predictor" and predicted is not None else logits
+            return rules.causal(scores, candidates)
+        if strategy == "stochastic":
+            return rules.stochastic(logits, self.capacity, candidates)
+        if selector == "topk" or strategy in ("expert_choice", "early_exit"):
+            return rules.expert_choice(logits, self.capacity, candidates)
+        scores = predicted.detach() if strategy == "causal" and predicted is not None else logits
+        return rules.token_choice(scores, self.capacity, candidates)
+
+
+class MixtureOfDepths(nn.Module):
+    """x_i ← x_i + g(r_i) · f_i(x_S) for i in S, x_i ← x_i otherwise (arXiv:2404.02258, Eq. 1)."""
+
+    def __init__(self, block: nn.Module, width: int, config: RoutingConfig, capacity: float) -> None:
+        super().__init__()
+        self.block = block
+        self.first_tokens = config.first_tokens
+        self.decider = Decider(width, config, capacity)
+        self.kv_decider = None
+        if config.kv_capacity is not None:
+            self.kv_decider = Decider(width, config, config.kv_capacity)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        place: Place,
+        *,
+        selector: str | None = None,
+        previous: Routing | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], Routing, Update]:
+        forced_BT = None
+        if self.first_tokens:
+            forced_BT = (place.positions < self.first_tokens).expand(x.shape[:2])
+        candidates = Candidates(present=place.valid, forced=forced_BT)
+        decoding = cache is not None
+        kept, routing = self.decider(
+            x, candidates, selector=selector, previous=previous, decoding=decoding
+        )
+        memory = None
+        if self.kv_decider is not None:
+            # who is updated also offers its keys, so that no query is left without one
+            queries_BT = kept.slot >= 0
+            forced_BT = queries_BT if forced_BT is None else forced_BT | queries_BT
+            kv_kept, kv_routing = self.kv_decider(
+                x, candidates._replace(forced=forced_BT), selector=selector, decoding=decoding
+            )
+            x_BMD = gather_tokens(x, kv_kept.index, kv_kept.slot)
+            kv_place = place.take(kv_kept.index, kv_kept.valid)
+            memory = Memory(x_BMD, kv_place, kv_routing.weight)
+            routing = routing._replace(memory=kv_routing)
+        x_BKD = gather_tokens(x, kept.index, kept.slot)
+        update = self.block(
+            x_BKD, place.take(kept.index, kept.valid), selector=selector, memory=memory, cache=cache
+        )
+        x = scatter_add_tokens(x, update.update, routing.weight, kept.index, kept.slot)
+        return x, routing, update

@@ -1,0 +1,51 @@
+"""The heads that score tokens: the router, and the predictor that decides causally.
+
+Knows nothing of blocks, and not what is done with a score.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from depthmix.nn.layers import at_least_float32, normalize_rms
+
+EPS = 1e-6
+
+
+class Router(nn.Module):
+    """r = w·x for each token, in float32 whatever the rest of the model computes in."""
+
+    def __init__(
+        self, width: int, num_scores: int = 1, *, normalize: bool = False, init_std: float = 0.02
+    ) -> None:
+        super().__init__()
+        self.normalize, self.init_std = normalize, init_std
+        self.weight = nn.Parameter(torch.empty(num_scores, width))
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T scores"]:
+        # bf16 scores tie and flip: 8 bits of mantissa cannot order 2,048 tokens
+        x_BTD = normalize_rms(x, EPS) if self.normalize else at_least_float32(x)
+        weight = at_least_float32(self.weight)
+        if weight.shape[0] == 1 and torch.compiler.is_compiling():
+            # as a product and a sum, inductor reads x once, in its own type, beside other uses of
+            # it; as a matrix product it writes a float32 copy of x first
+            return (x_BTD * weight[0]).sum(dim=-1, keepdim=True)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x_BTD, weight)
+
+
+class Predictor(nn.Module):
+    """A small MLP that foretells top-k membership from one token alone.
+
+    Its input is detached: it learns from the model without changing what the model learns.
+    """
+
+    def __init__(self, width: int, hidden: int, num_scores: int = 1) -> None:
+        super().__init__()
+        self.w_in = nn.Linear(width, hidden, bias=False)
+        self.w_out = nn.Linear(hidden, num_scores)
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T scores"]:
+        hidden = F.gelu(self.w_in(normalize_rms(x.detach(), EPS).to(x.dtype)))
+        return at_least_float32(self.w_out(hidden))

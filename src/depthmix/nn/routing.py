@@ -1,0 +1,162 @@
+"""Which tokens a routed block keeps: the strategies, as pure functions of scores.
+
+Owns the `Routing` value that a routed block returns. Knows no parameters, and not what a block is.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from depthmix.config import num_kept
+from depthmix.kernels import pack_tokens, select_topk
+
+
+class Kept(NamedTuple):
+    """The tokens that got a place, in order, and where each went."""
+
+    index: Int[Tensor, "B K"]
+    """Token in each place: the kept ones first and ascending, so that attention stays causal."""
+    slot: Int[Tensor, "B T"]
+    """Inverse of `index`: a token's place, -1 where it has none."""
+    valid: Bool[Tensor, "B K"] | None
+    """Places that are taken; None when all are."""
+
+
+class Routing(NamedTuple):
+    """What one routed block decided, returned beside its output."""
+
+    index: Int[Tensor, "B K"]
+    """Token in each place."""
+    weight: Float[Tensor, "B K"]
+    """Gate of each place, 0 where it is empty."""
+    valid: Bool[Tensor, "B K"]
+    """Places that are taken."""
+    logits: Float[Tensor, "B T"]
+    """The router's scores, float32."""
+    predictor_logits: Float[Tensor, "B T"] | None
+    """The causal predictor's scores, where there is one."""
+    slot: Int[Tensor, "B T"]
+    """A token's place, -1 where it passed by on the residual."""
+    target: Bool[Tensor, "B T"] | None
+    """The tokens that top-k keeps, which causal heads learn; None while decoding from a cache."""
+    present: Bool[Tensor, "B T"] | None
+    """Tokens that are not padding; None when none is."""
+    memory: "Routing | None" = None
+    """Decoupled routing: the same for keys and values."""
+
+
+class Candidates(NamedTuple):
+    """Who may be kept: None where the answer is 'everybody' (or, for `forced`, 'nobody')."""
+
+    present: Bool[Tensor, "B T"] | None = None
+    """Tokens that are not padding."""
+    forced: Bool[Tensor, "B T"] | None = None
+    """Tokens that are kept whatever their score."""
+    alive: Bool[Tensor, "B T"] | None = None
+    """Tokens that have not left yet, for early exit."""
+
+    def mask(self) -> Bool[Tensor, "B T"] | None:
+        """Tokens that may be kept."""
+        if self.present is None or self.alive is None:
+            return self.alive if self.present is None else self.present
+        return self.present & self.alive
+
+
+def expert_choice(
+    scores: Float[Tensor, "B T"], capacity: float, candidates: Candidates
+) -> Kept:
+    """Keep each sequence's k = ceil(C·T) highest scores (arXiv:2404.02258, Eq. 1).
+
+    T counts the row's real tokens, so that padding neither is kept nor makes room for others.
+    """
+    num_places = num_kept(capacity, scores.shape[1])
+    allowed_BT, counts_B = candidates.mask(), None
+    if candidates.forced is not None:
+        scores = scores.masked_fill(candidates.forced, torch.inf)
+    if allowed_BT is not None:
+        scores = scores.masked_fill(~allowed_BT, -torch.inf)
+        counts_B = _count_kept(allowed_BT, candidates.present, capacity)
+    index_BK, slot_BT = select_topk(scores, num_places, counts_B)
+    if counts_B is None:
+        return Kept(index_BK, slot_BT, None)
+    place_K = torch.arange(num_places, device=scores.device)
+    return Kept(index_BK, slot_BT, place_K < counts_B[:, None])
+
+
+def stochastic(scores: Float[Tensor, "B T"], capacity: float, candidates: Candidates) -> Kept:
+    """Top-k of Gaussian noise: the paper's control."""
+    return expert_choice(torch.randn_like(scores), capacity, candidates)
+
+
+def early_exit(
+    scores: Float[Tensor, "B T"], capacity: float, candidates: Candidates, previous: Routing | None
+) -> Kept:
+    """Top-k among the tokens that the previous routed block kept: who leaves does not return."""
+    return expert_choice(scores, capacity, survivors(candidates, previous))
+
+
+def survivors(candidates: Candidates, previous: Routing | None) -> Candidates:
+    """The candidates that the previous routed block kept."""
+    if previous is None:
+        return candidates
+    return candidates._replace(alive=previous.slot >= 0)
+
+
+def token_choice(
+    scores: Float[Tensor, "B T"], capacity: float, candidates: Candidates
+) -> Kept:
+    """Keep tokens whose own score is positive, in order, while there are places: causal."""
+    return _keep_positive(scores, candidates, num_kept(capacity, scores.shape[1]))
+
+
+def causal(scores: Float[Tensor, "B T"], candidates: Candidates) -> Kept:
+    """Keep every token whose own score is positive: the rule of sampling.
+
+    There is a place for each token, because a limit that depends on the sequence's length would
+    let the future decide.
+    """
+    return _keep_positive(scores, candidates, scores.shape[1])
+
+
+def keep_all(scores: Float[Tensor, "B T"], candidates: Candidates) -> Kept:
+    """Keep every token that is not padding."""
+    return causal(torch.ones_like(scores), candidates)
+
+
+def apply_gate(gate: str, scores: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
+    """What multiplies a kept token's update, never the residual."""
+    match gate:
+        case "raw":
+            return scores
+        case "sigmoid":
+            return scores.sigmoid()
+        case "tanh1":
+            return 1 + scores.tanh()
+        case "unit":
+            return torch.ones_like(scores)
+    raise ValueError(f"there is no gate '{gate}'")
+
+
+def _keep_positive(
+    scores: Float[Tensor, "B T"], candidates: Candidates, num_places: int
+) -> Kept:
+    kept_BT, allowed_BT = scores > 0, candidates.mask()
+    if candidates.forced is not None:
+        kept_BT = kept_BT | candidates.forced
+    if allowed_BT is not None:
+        kept_BT = kept_BT & allowed_BT
+    index_BK, slot_BT = pack_tokens(kept_BT, num_places)
+    place_K = torch.arange(num_places, device=scores.device)
+    return Kept(index_BK, slot_BT, place_K < kept_BT.sum(dim=1, keepdim=True))
+
+
+def _count_kept(
+    allowed: Bool[Tensor, "B T"], present: Bool[Tensor, "B T"] | None, capacity: float
+) -> Int[Tensor, " B"]:
+    """min(ceil(C·T), candidates) of each row, T being its real tokens; `num_kept` for tensors."""
+    num_allowed_B = allowed.sum(dim=1)
+    num_tokens_B = torch.ones_like(allowed).sum(1) if present is None else present.sum(1)
+    num_kept_B = (num_tokens_B.double() * capacity - 1e-9).ceil().long()
+    return torch.minimum(num_kept_B, num_allowed_B)

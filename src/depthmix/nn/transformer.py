@@ -1,0 +1,207 @@
+"""ModelConfig → a stack of blocks; tokens → logits and what the routers decided.
+
+Knows nothing of losses or optimisers.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from depthmix.config import ModelConfig
+from depthmix.nn.attention import Place
+from depthmix.nn.block import Block
+from depthmix.nn.cache import Cache
+from depthmix.nn.depth import MixtureOfDepths
+from depthmix.nn.experts import ExpertRouting, Experts
+from depthmix.nn.layers import RMSNorm, look_up_phases, make_phase_table
+from depthmix.nn.router import Router
+from depthmix.nn.routing import Routing
+
+EMBEDDING_STD = 0.02
+
+
+class Hidden(NamedTuple):
+    """The residual stream after the last norm, before the head."""
+
+    hidden: Float[Tensor, "B T D"]
+    routings: tuple[Routing, ...]
+    expert_routings: tuple[ExpertRouting, ...]
+
+
+class Output(NamedTuple):
+    """What the model returns."""
+
+    logits: Float[Tensor, "B T V"]
+    routings: tuple[Routing, ...]
+    """One for each routed block, in order."""
+    expert_routings: tuple[ExpertRouting, ...] = ()
+    """One for each block with experts, in order."""
+
+
+class Transformer(nn.Module):
+    """A decoder-only transformer in which some blocks are Mixtures-of-Depths."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        capacity = dict(zip(config.routed_layers, config.capacities, strict=True))
+        self.layers = nn.ModuleList()
+        for index in range(config.num_layers):
+            block = Block(config, experts=index in config.expert_layers)
+            if index in capacity:
+                block = MixtureOfDepths(block, config.width, config.routing, capacity[index])
+            self.layers.append(block)
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        if config.tied_head:
+            self.head.weight = self.embedding.weight
+        self.register_buffer("phase_table", self._make_phases(), persistent=False)
+        self.init_weights()
+
+    def _make_phases(self) -> Tensor:
+        config = self.config
+        return make_phase_table(config.max_seq_len, config.shape.head_width, config.rope_theta)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Fresh weights; also for a model that was built on the meta device and then allocated."""
+        # the last matrix of each branch is smaller, so that the residual stream keeps its scale
+        out_scale = (2 * self.config.num_layers) ** -0.5
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                std = module.in_features**-0.5
+                nn.init.normal_(module.weight, std=std * (out_scale if name.endswith("w_out") else 1))
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+            elif isinstance(module, Router):
+                nn.init.normal_(module.weight, std=module.init_std)
+            elif isinstance(module, Experts):
+                nn.init.normal_(module.w_in, std=module.w_in.shape[1] ** -0.5)
+                nn.init.normal_(module.w_out, std=out_scale * module.w_out.shape[1] ** -0.5)
+        nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
+        if not self.config.tied_head:
+            nn.init.normal_(self.head.weight, std=EMBEDDING_STD)
+        self.phase_table.copy_(self._make_phases())
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "B T"],
+        *,
+        selector: str | None = None,
+        positions: Int[Tensor, "B T"] | None = None,
+        document_ids: Int[Tensor, "B T"] | None = None,
+        cache: Cache | None = None,
+    ) -> Output:
+        """Logits of the next token at each place, and every router's decision.
+
+        `selector` names who decides over depth: None is the strategy's own rule (training),
+        `topk`, `predictor`, `router` or `all`. `document_ids` separates packed documents; a
+        negative id is padding. `positions` count inside each document unless given.
+        """
+        hidden, routings, expert_routings = self.compute_hidden(
+            tokens,
+            selector=selector,
+            positions=positions,
+            document_ids=document_ids,
+            cache=cache,
+        )
+        return Output(self.head(hidden), routings, expert_routings)
+
+    def compute_hidden(
+        self,
+        tokens: Int[Tensor, "B T"],
+        *,
+        selector: str | None = None,
+        positions: Int[Tensor, "B T"] | None = None,
+        document_ids: Int[Tensor, "B T"] | None = None,
+        cache: Cache | None = None,
+    ) -> Hidden:
+        """`forward` without the head, for a loss that never holds all the logits."""
+        self._check(tokens, selector, document_ids, cache)
+        place = self._place(tokens, positions, document_ids, cache)
+        x_BTD = self.embedding(tokens)
+        if torch.is_autocast_enabled(x_BTD.device.type):
+            # otherwise the float32 table would keep the whole residual stream in float32
+            x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
+        routings: list[Routing] = []
+        expert_routings: list[ExpertRouting] = []
+        for index, layer in enumerate(self.layers):
+            layer_cache = None if cache is None else cache.layers[index]
+            if isinstance(layer, MixtureOfDepths):
+                x_BTD, routing, update = layer(
+                    x_BTD,
+                    place,
+                    selector=selector,
+                    previous=routings[-1] if routings else None,
+                    cache=layer_cache,
+                )
+                routings.append(routing)
+            else:
+                update = layer(x_BTD, place, selector=selector, cache=layer_cache)
+                x_BTD = x_BTD + update.update
+            if update.experts is not None:
+                expert_routings.append(update.experts)
+        return Hidden(self.norm(x_BTD), tuple(routings), tuple(expert_routings))
+
+    def _place(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        document_ids: Tensor | None,
+        cache: Cache | None,
+    ) -> Place:
+        num_rows, num_tokens = tokens.shape
+        present_BT = None if document_ids is None else document_ids >= 0
+        if cache is not None:
+            next_positions_BT = cache.advance(num_rows, num_tokens, present_BT)
+            positions = next_positions_BT if positions is None else positions
+        if positions is not None:
+            phase = look_up_phases(self.phase_table, positions)
+        elif document_ids is not None:
+            positions = count_positions(document_ids)
+            phase = look_up_phases(self.phase_table, positions)
+        else:
+            positions = torch.arange(num_tokens, device=tokens.device)[None]
+            phase = self.phase_table[None, :num_tokens]
+        return Place(positions, phase, document_ids, present_BT)
+
+    def _check(
+        self,
+        tokens: Tensor,
+        selector: str | None,
+        document_ids: Tensor | None,
+        cache: Cache | None,
+    ) -> None:
+        config = self.config
+        if tokens.ndim != 2 or tokens.shape[1] == 0:
+            raise ValueError(f"tokens must be (batch, tokens), not {tuple(tokens.shape)}")
+        if tokens.shape[1] > config.max_seq_len:
+            raise ValueError(
+                f"{tokens.shape[1]} tokens are more than max_seq_len = {config.max_seq_len}: "
+                f"give fewer, or override max_seq_len"
+            )
+        if document_ids is not None and document_ids.shape != tokens.shape:
+            raise ValueError(
+                f"document_ids are {tuple(document_ids.shape)}, tokens {tuple(tokens.shape)}"
+            )
+        problem = config.find_selector_problem(selector)
+        if problem is not None:
+            raise ValueError(problem)
+        if cache is not None and selector in (None, "topk") and config.needs_selector_to_decode:
+            raise ValueError(
+                "a cache does not hold the future that top-k and capacities look at: decode with "
+                "selector 'predictor', 'router' or 'all'"
+            )
+
+
+def count_positions(document_ids: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+    """Each token's place in its run of equal ids."""
+    place_T = torch.arange(document_ids.shape[1], device=document_ids.device)
+    starts_BT = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
+    return place_T - torch.where(starts_BT, place_T, 0).cummax(dim=1).values

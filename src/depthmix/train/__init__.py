@@ -1,0 +1,1 @@
+"""Training: losses, optimisers, and steps over a finished model."""
