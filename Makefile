@@ -23,7 +23,7 @@ COVERAGE_GATE := $(COVERAGE_GATE),src/depthmix/flops.py,src/depthmix/kernels/ref
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## train and sample a small Mixture-of-Depths model on this machine
+demo: $(STAMP) ## compare a routed model with its dense twin, train both for a few steps
 	$(BIN)/depthmix demo
 
 # Twice, because torch.compile(fullgraph=True) fails under jaxtyping's runtime checks.

@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from depthmix import flops
-from depthmix.config import ExpertsConfig, ModelConfig, RoutingConfig, load_preset
+from depthmix.config import ExpertsConfig, ModelConfig, RoutingConfig
+from depthmix.presets import load_preset
 
 if TYPE_CHECKING:
     from depthmix.nn import Cache, Output, Routing, Transformer

@@ -1,4 +1,4 @@
-"""What a model is, as data: frozen dataclasses, TOML presets, dotted overrides, validation.
+"""What a model is, as data: frozen dataclasses, dotted overrides, TOML and JSON.
 
 Owns every name and every rule of a valid configuration. Knows nothing of torch, so that planning,
 counting and `--help` stay instant.
@@ -8,15 +8,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any, Literal, NamedTuple, get_args
 
 from depthmix import fields
 from depthmix.rules import find_problems, num_kept
 
-Strategy = Literal[
-    "none", "expert_choice", "token_choice", "stochastic", "early_exit", "causal"
-]
+Strategy = Literal["none", "expert_choice", "token_choice", "stochastic", "early_exit", "causal"]
 Gate = Literal["raw", "sigmoid", "tanh1", "unit"]
 Schedule = Literal["linear", "cosine"]
 ExpertChoice = Literal["none", "expert_choice", "token_choice"]
@@ -28,10 +25,7 @@ __all__ = [
     "ExpertsConfig",
     "ModelConfig",
     "RoutingConfig",
-    "load_preset",
     "num_kept",
-    "preset_names",
-    "preset_sizes",
 ]
 
 SELECTORS: tuple[str, ...] = get_args(Selector)
@@ -66,7 +60,7 @@ class RoutingConfig:
     """Weight of the router's binary cross-entropy against top-k membership; 0 turns it off."""
     predictor: bool = True
     """Train a small stop-gradient head that predicts top-k membership causally."""
-    predictor_width: int = 128
+    predictor_width: int = 64
     """Hidden width of the predictor."""
     predictor_loss_weight: float = 0.01
     """Weight of the predictor's loss; the gradient stops at its input, so it is a learning rate."""
@@ -112,7 +106,7 @@ class ExpertsConfig:
     """expert_choice: weight of the router's cross-entropy against membership."""
     predictor: bool = True
     """expert_choice: train a stop-gradient head that predicts each expert's choice causally."""
-    predictor_width: int = 128
+    predictor_width: int = 64
     """Hidden width of that head."""
     predictor_loss_weight: float = 0.01
     """Weight of that head's loss."""
@@ -205,6 +199,8 @@ class ModelConfig:
     def capacities(self) -> tuple[float, ...]:
         """Capacity of each routed block, in order."""
         routing, count = self.routing, len(self.routed_layers)
+        if count == 0:
+            return ()
         if isinstance(routing.capacity, tuple):
             return routing.capacity
         if not isinstance(routing.capacity, str):
@@ -239,7 +235,9 @@ class ModelConfig:
         if selector not in SELECTORS:
             return f"there is no selector '{selector}': use one of {', '.join(SELECTORS)}"
         if selector in ("predictor", "router") and self.routing.strategy == "stochastic":
-            return f"a random choice has no causal head for selector '{selector}': use 'topk' or 'all'"
+            return (
+                f"a random choice has no causal head for selector '{selector}': use 'topk' or 'all'"
+            )
         if selector == "predictor":
             if self.routed_layers and not self.routing.has_predictor:
                 return (
@@ -287,35 +285,3 @@ class ModelConfig:
     def from_json(text: str) -> "ModelConfig":
         """Inverse of `to_json`."""
         return fields.from_json(ModelConfig, text)
-
-
-def load_preset(name: str, **overrides: Any) -> ModelConfig:
-    """A configuration from the package: `60m`, its dense twin `60m-dense`.
-
-    `60m-mod` is `60m` by its full name. Overrides are fields, dotted where nested:
-    `load_preset("60m", width=768, **{"routing.capacity": 0.25})`.
-    """
-    size, _, variant = name.rpartition("-") if name.endswith(("-dense", "-mod")) else (name, "", "")
-    if size not in preset_sizes():
-        close = fields.suggest(name, preset_names())
-        raise ValueError(
-            f"there is no preset '{name}'.{close} The presets are: {', '.join(preset_names())}"
-        )
-    text = (resources.files("depthmix") / "presets" / f"{size}.toml").read_text(encoding="utf-8")
-    config = ModelConfig.from_toml(text)
-    if variant == "dense":
-        config = config.dense_twin()
-    return config.override(overrides) if overrides else config
-
-
-def preset_sizes() -> list[str]:
-    """Names of the preset files, smallest model first."""
-    folder = resources.files("depthmix") / "presets"
-    found = {p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml")}
-    order = ["tiny", "demo", "60m", "220m", "1b"]
-    return sorted(found, key=lambda name: order.index(name) if name in order else len(order))
-
-
-def preset_names() -> list[str]:
-    """Every name that `load_preset` takes, short forms left out."""
-    return [f"{size}-{variant}" for size in preset_sizes() for variant in ("dense", "mod")]

@@ -11,10 +11,9 @@ import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
-
-import tomli_w
 
 C = TypeVar("C")
 
@@ -25,11 +24,12 @@ def build(kind: type[C], tree: Mapping[str, Any], prefix: str = "") -> C:
     for name in tree:
         if name not in known:
             raise ValueError(_unknown(prefix + name, [prefix + other for other in known]))
-    return kind(**tree)
+    # converted here and not only in `__post_init__`: runtime type checks look at what is passed
+    return kind(**{name: _convert(known[name], v, prefix + name) for name, v in tree.items()})
 
 
 def coerce(config: Any, prefix: str = "") -> None:
-    """Bring a new dataclass's fields to their declared types: lists to tuples, tables to sections."""
+    """Bring a new dataclass's fields to their declared types: lists to tuples, tables to parts."""
     for name, declared in field_types(type(config)).items():
         value = _convert(declared, getattr(config, name), prefix + name)
         object.__setattr__(config, name, value)
@@ -61,12 +61,16 @@ def parse_override(text: str) -> tuple[str, str]:
     """Split `routing.capacity=0.25` into its dotted name and its value's text."""
     name, separator, value = text.partition("=")
     if not separator or not name:
-        raise ValueError(f"'{text}' is not an override: write it as FIELD=VALUE, for example width=768")
+        raise ValueError(
+            f"'{text}' is not an override: write it as FIELD=VALUE, for example width=768"
+        )
     return name.strip(), value.strip()
 
 
 def to_toml(config: Any) -> str:
     """TOML text; empty (None) fields are left out, as TOML has no null."""
+    import tomli_w
+
     return tomli_w.dumps(_drop_none(dataclasses.asdict(config)))
 
 
@@ -96,7 +100,7 @@ def document_fields(kind: type, prefix: str = "") -> dict[str, str]:
     """Dotted name of every field → its docstring, read from the class's source."""
     body = ast.parse(inspect.getsource(kind)).body[0].body  # pyrefly: ignore[missing-attribute]
     docs = {}
-    for node, follower in zip(body, body[1:], strict=False):
+    for node, follower in pairwise(body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             text = getattr(getattr(follower, "value", None), "value", "")
             docs[node.target.id] = inspect.cleandoc(text).replace("\n", " ")
@@ -121,7 +125,7 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 def _convert(declared: Any, value: Any, name: str) -> Any:
-    """`value` as the declared type, from plain data or text, or a ValueError that says what fits."""
+    """`value` as the declared type, from plain data or text; ValueError says what would fit."""
     if dataclasses.is_dataclass(declared) and isinstance(declared, type):
         if isinstance(value, declared):
             return value

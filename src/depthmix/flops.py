@@ -1,1 +1,268 @@
-"""placeholder"""
+"""FLOPs, parameters and cache bytes of a model, exactly, from its configuration alone.
+
+Owns the project's one convention for counting (docs/math.md): a matrix product counts 2·m·n·k,
+attention its two products over every (query, key) pair, a backward pass twice the forward pass.
+Norms, activations, softmax, rotary positions and moving tokens count nothing. Knows nothing of
+torch or of modules: the tests hold it equal to what `FlopCounterMode` counts on the real model.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from depthmix.config import ModelConfig, num_kept
+
+__all__ = [
+    "PARTS",
+    "TRAINING_FACTOR",
+    "Parameters",
+    "count_parts",
+    "flops_per_token",
+    "forward_flops",
+    "kv_cache_bytes",
+    "num_parameters",
+    "training_flops",
+]
+
+PARTS = (
+    "attention_projections",
+    "attention_scores",
+    "mlp",
+    "experts",
+    "routers",
+    "predictors",
+    "head",
+)
+"""What `count_parts` tells apart; the experts' routers and predictors are among the others."""
+
+TRAINING_FACTOR = 3
+"""A training step counts one forward pass, and two more for the backward pass."""
+
+
+class Parameters(NamedTuple):
+    """How many parameters a model has, and how many of them a token meets."""
+
+    total: int
+    """All of them; a tied head is counted once, as the embedding."""
+    active: int
+    """Those that a token meets on average while training, rounded: a routed block by its
+    capacity, experts by the places there are for each token, the vocabulary's matrices in full."""
+    total_non_embedding: int
+    """`total` without the vocabulary's matrices: the embedding, and an untied head."""
+    active_non_embedding: int
+    """`active` without them."""
+
+
+def forward_flops(
+    config: ModelConfig,
+    *,
+    seq_len: int | None = None,
+    batch_size: int = 1,
+    causal_half: bool = False,
+) -> int:
+    """FLOPs of one forward pass, by the training rule, over `batch_size` sequences of `seq_len`.
+
+    Empty `seq_len` means `max_seq_len`. `causal_half` counts only the (query, key) pairs that
+    causal order allows, see `count_parts`; use it for a GPU's utilisation, never to compare models.
+    """
+    _check_positive("batch_size", batch_size)
+    return batch_size * sum(count_parts(config, seq_len, causal_half=causal_half).values())
+
+
+def training_flops(
+    config: ModelConfig,
+    *,
+    seq_len: int | None = None,
+    batch_size: int = 1,
+    causal_half: bool = False,
+) -> int:
+    """FLOPs of one training step, by convention three times the forward pass.
+
+    What is really computed differs a little: predictors stop the gradient at their input, and
+    memory-saving attention computes its scores again.
+    """
+    forward = forward_flops(config, seq_len=seq_len, batch_size=batch_size, causal_half=causal_half)
+    return TRAINING_FACTOR * forward
+
+
+def flops_per_token(
+    config: ModelConfig, *, seq_len: int | None = None, causal_half: bool = False
+) -> float:
+    """Forward FLOPs of a sequence over its tokens; training takes `TRAINING_FACTOR` times it."""
+    num_tokens = _check_seq_len(config, seq_len)
+    return forward_flops(config, seq_len=num_tokens, causal_half=causal_half) / num_tokens
+
+
+def count_parts(
+    config: ModelConfig, seq_len: int | None = None, *, causal_half: bool = False
+) -> dict[str, int]:
+    """Forward FLOPs of one sequence, by part of the model; they add up to `forward_flops`.
+
+    With `causal_half`, attention among K tokens counts K·(K + 1)/2 pairs in place of K². Where K
+    queries meet M ≥ K keys (decoupled routing) it counts K·(M + 1)/2, which is exact on average
+    if the keys without a query lie anywhere.
+    """
+    num_tokens = _check_seq_len(config, seq_len)
+    sizes = _matrix_sizes(config)
+    pair_width = config.num_heads * config.shape.head_width
+    # weights that are multiplied, each once for a token: two FLOPs a weight
+    weights = dict.fromkeys(PARTS, 0)
+    scores = 0
+    for block in _list_blocks(config):
+        kept, offered = block.count_updated(num_tokens), block.count_offered(num_tokens)
+        weights["attention_projections"] += kept * (sizes.query + sizes.out)
+        weights["attention_projections"] += offered * sizes.key_value
+        # two products of two FLOPs; causal order leaves half the pairs and half the diagonal more
+        scores += (2 * (offered + 1) if causal_half else 4 * offered) * kept * pair_width
+        # a router scores every token, then the kept ones again for the gate
+        scored = (0, num_tokens + kept, 2 * num_tokens + kept + offered)[block.num_deciders]
+        weights["routers"] += scored * sizes.depth_router
+        weights["predictors"] += num_tokens * block.num_deciders * sizes.depth_predictor
+        if block.has_experts:
+            weights["experts"] += _count_pairs(config, kept) * sizes.expert
+            weights["routers"] += kept * sizes.expert_router
+            weights["predictors"] += kept * sizes.expert_predictor
+        else:
+            weights["mlp"] += kept * sizes.mlp
+    weights["head"] = num_tokens * sizes.head
+    return {part: 2 * count for part, count in weights.items()} | {"attention_scores": scores}
+
+
+def num_parameters(config: ModelConfig) -> Parameters:
+    """The model's parameters, counted as `sum(p.numel() for p in model.parameters())` does."""
+    sizes, experts = _matrix_sizes(config), config.experts
+    head_norm = config.shape.head_width if config.qk_norm else 0
+    # the predictors' last layers have a bias, one number for each score
+    decider = sizes.depth_router + sizes.depth_predictor + bool(sizes.depth_predictor)
+    expert_decider = sizes.expert_router + sizes.expert_predictor
+    if sizes.expert_predictor:
+        expert_decider += experts.num_experts
+    total, active = config.width, float(config.width)
+    for block in _list_blocks(config):
+        # the mixer's input norm and what makes keys and values meet every token that offers them
+        offering = sizes.key_value + config.width + head_norm
+        updating = sizes.query + sizes.out + config.width + head_norm
+        updating += expert_decider if block.has_experts else sizes.mlp
+        deciding = block.num_deciders * decider
+        in_experts = sizes.expert if block.has_experts else 0
+        total += offering + updating + deciding + experts.num_experts * in_experts
+        active += block.offered * offering + deciding
+        active += block.updated * (updating + experts.capacity * in_experts)
+    vocabulary = sizes.head if config.tied_head else 2 * sizes.head
+    return Parameters(
+        total=total + vocabulary,
+        active=round(active) + vocabulary,
+        total_non_embedding=total,
+        active_non_embedding=round(active),
+    )
+
+
+def kv_cache_bytes(
+    config: ModelConfig,
+    *,
+    seq_len: int | None = None,
+    batch_size: int = 1,
+    bytes_per_element: int = 2,
+) -> int:
+    """Bytes of the keys and values that `seq_len` tokens leave behind; two bytes are bf16.
+
+    A routed block holds ceil(C·T) tokens: exactly under top-k, on average under a causal selector
+    that has learned its capacity. Under decoupled routing C is `kv_capacity`.
+    """
+    _check_positive("batch_size", batch_size)
+    _check_positive("bytes_per_element", bytes_per_element)
+    num_tokens = _check_seq_len(config, seq_len)
+    num_stored = sum(block.count_offered(num_tokens) for block in _list_blocks(config))
+    per_token = 2 * config.shape.num_kv_heads * config.shape.head_width
+    return batch_size * num_stored * per_token * bytes_per_element
+
+
+class _Sizes(NamedTuple):
+    """Number of weights in each matrix, or pair of matrices; 0 where the model has none."""
+
+    query: int
+    key_value: int
+    out: int
+    mlp: int
+    expert: int
+    depth_router: int
+    depth_predictor: int
+    expert_router: int
+    expert_predictor: int
+    head: int
+
+
+def _matrix_sizes(config: ModelConfig) -> _Sizes:
+    width, shape, routing, experts = config.width, config.shape, config.routing, config.experts
+    # SwiGLU has two input matrices beside the output's, GELU one
+    mlp_matrices = 3 if config.mlp == "swiglu" else 2
+    query = width * config.num_heads * shape.head_width
+    predicts = experts.strategy == "expert_choice" and experts.predictor
+    return _Sizes(
+        query=query,
+        key_value=2 * width * shape.num_kv_heads * shape.head_width,
+        out=query,
+        mlp=mlp_matrices * width * shape.mlp_width,
+        expert=mlp_matrices * width * shape.expert_width,
+        depth_router=width,
+        depth_predictor=routing.predictor_width * (width + 1) if routing.has_predictor else 0,
+        expert_router=width * (experts.num_experts + experts.num_noop),
+        expert_predictor=experts.predictor_width * (width + experts.num_experts) if predicts else 0,
+        head=config.vocab_size * width,
+    )
+
+
+class _Block(NamedTuple):
+    """One block: the share of tokens it updates, and of those that offer it keys and values."""
+
+    updated: float
+    offered: float
+    num_deciders: int
+    """Routers over depth, each with its predictor: none, one, or two under decoupled routing."""
+    has_experts: bool
+
+    def count_updated(self, num_tokens: int) -> int:
+        return num_kept(self.updated, num_tokens) if self.num_deciders else num_tokens
+
+    def count_offered(self, num_tokens: int) -> int:
+        return num_kept(self.offered, num_tokens) if self.num_deciders else num_tokens
+
+
+def _list_blocks(config: ModelConfig) -> Iterator[_Block]:
+    capacity = dict(zip(config.routed_layers, config.capacities, strict=True))
+    expert_layers, kv_capacity = set(config.expert_layers), config.routing.kv_capacity
+    for layer in range(config.num_layers):
+        has_experts = layer in expert_layers
+        if layer not in capacity:
+            yield _Block(1.0, 1.0, 0, has_experts)
+        elif kv_capacity is None:
+            yield _Block(capacity[layer], capacity[layer], 1, has_experts)
+        else:
+            yield _Block(capacity[layer], kv_capacity, 2, has_experts)
+
+
+def _count_pairs(config: ModelConfig, num_tokens: int) -> int:
+    """(token, expert) pairs that a set of experts computes; empty places are computed too."""
+    experts = config.experts
+    if experts.strategy == "expert_choice":
+        capacity = experts.capacity / experts.num_experts
+        return experts.num_experts * num_kept(capacity, num_tokens)
+    if experts.capacity < experts.per_token:
+        return num_kept(experts.capacity, num_tokens)
+    return num_tokens * experts.per_token
+
+
+def _check_seq_len(config: ModelConfig, seq_len: int | None) -> int:
+    if seq_len is None:
+        return config.max_seq_len
+    _check_positive("seq_len", seq_len)
+    if seq_len > config.max_seq_len:
+        raise ValueError(
+            f"seq_len = {seq_len} is longer than max_seq_len = {config.max_seq_len}: ask for at "
+            f"most that, or override max_seq_len"
+        )
+    return seq_len
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} = {value} must be at least 1")

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from depthmix.config import ExpertsConfig, ModelConfig, RoutingConfig
 
+# far beyond any model, and few enough to list
+MOST_LAYERS = 10_000
+
 
 def num_kept(capacity: float, num_tokens: int) -> int:
     """k = ceil(C·T), at least one; the small slack keeps 0.07 · 100 from becoming 8."""
@@ -21,6 +24,8 @@ def find_problems(config: "ModelConfig") -> Iterator[str]:
     routing, experts = config.routing, config.experts
     for name in ("vocab_size", "max_seq_len", "num_layers", "width", "num_heads"):
         yield from _below_one(name, getattr(config, name))
+    if config.num_layers > MOST_LAYERS:
+        yield f"num_layers = {config.num_layers} is more than {MOST_LAYERS}, the most there may be"
     for name in ("num_kv_heads", "head_width", "mlp_width"):
         yield from _below_one(name, getattr(config, name))
     if config.head_width is None and config.width % config.num_heads:
@@ -59,8 +64,8 @@ def _routing_problems(config: "ModelConfig", routing: "RoutingConfig") -> Iterat
     routed = config.routed_layers
     if not routed:
         yield (
-            f"routing.every = {routing.every} and routing.first_dense = {routing.first_dense} leave "
-            f"none of the {config.num_layers} blocks to route: lower them, or set "
+            f"routing.every = {routing.every} and routing.first_dense = {routing.first_dense} "
+            f"leave none of the {config.num_layers} blocks to route: lower them, or set "
             f"routing.strategy = 'none'"
         )
     if isinstance(given, tuple) and len(given) != len(routed):
@@ -95,7 +100,7 @@ def _routing_problems(config: "ModelConfig", routing: "RoutingConfig") -> Iterat
         if routing.kv_capacity < max(capacities):
             yield (
                 f"routing.kv_capacity = {routing.kv_capacity} is below the capacity "
-                f"{max(capacities)}: every updated token offers its keys, so it must be at least that"
+                f"{max(capacities)}: an updated token offers its keys too, so it must not be less"
             )
 
 
@@ -132,7 +137,7 @@ def _below_one(name: str, value: int | None) -> Iterator[str]:
         yield f"{name} = {value} must be at least 1"
 
 
-def _negative(name: str, value: float) -> Iterator[str]:
+def _negative(name: str, value: int | float) -> Iterator[str]:
     if not 0 <= value < math.inf:
         yield f"{name} = {value} must be 0 or more"
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 
 def multiply_groups(
@@ -78,3 +78,14 @@ def _count(x: Any, weight: Any, *args: Any, out_shape: Any = None, **kwargs: Any
 @register_flop_formula([torch.ops.depthmix.multiply_groups_grad])
 def _count_grad(x: Any, grad: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return 2 * x[0] * x[1] * grad[1]
+
+
+# torch 2.13 counts its own grouped product as nothing
+if torch.ops.aten._grouped_mm not in flop_registry:
+
+    @register_flop_formula([torch.ops.aten._grouped_mm])
+    def _count_native(
+        left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+    ) -> int:
+        """Rows times matrices, or, for the matrices' gradient, columns times rows."""
+        return 2 * left[0] * left[1] * right[-1]

@@ -27,9 +27,7 @@ def select_topk(
     return pack_tokens(rank_BT < counts[:, None], num_kept)
 
 
-def pack_tokens(
-    kept: Tensor, num_places: int
-) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B T"]]:
+def pack_tokens(kept: Tensor, num_places: int) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B T"]]:
     """The kept tokens of each row in order, then the others; cut to `num_places`."""
     num_kept_BT = kept.cumsum(dim=1)
     num_others_BT = (~kept).cumsum(dim=1)
@@ -60,3 +58,21 @@ def scatter_add_tokens(
     # `where` and not a product: what stands in an empty place may be anything, NaN included
     scaled_BKD = torch.where(placed_BK[:, :, None], weight[:, :, None] * update, 0).to(x.dtype)
     return x.scatter_add(1, index[:, :, None].expand_as(scaled_BKD), scaled_BKD)
+
+
+def rotate_heads(
+    x: Float[Tensor, "B T heads H"], phase: Float[Tensor, "#B T 2 half"]
+) -> Float[Tensor, "B T heads H"]:
+    """Turn each pair (x_i, x_{i + H/2}) by its token's phase, given as cosine and sine."""
+    cos, sin = phase[:, :, None, 0], phase[:, :, None, 1]
+    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+def rotate_split(
+    x: Float[Tensor, "B T heads H"], phase: Float[Tensor, "#B T 2 half"], num_first: int
+) -> tuple[Float[Tensor, "B T N H"], Float[Tensor, "B T G H"]]:
+    """Rotated queries and keys of heads that were projected together, queries first."""
+    turned = rotate_heads(x, phase)
+    return turned[:, :, :num_first], turned[:, :, num_first:]

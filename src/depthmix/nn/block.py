@@ -45,7 +45,7 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
     ) -> Update:
         if memory is not None:
-            memory = memory._replace(x=self.norm_attention(memory.x))
+            memory = Memory(self.norm_attention(memory.x), memory.place, memory.weight)
         mixed_BTD = self.attention(self.norm_attention(x), place, memory=memory, cache=cache)
         x_BTD = self.norm_mlp(x + mixed_BTD)
         if isinstance(self.mlp, Experts):

@@ -115,9 +115,7 @@ class Cache:
             )
         self.num_appended += num_tokens
         if present is None:
-            present = torch.ones(
-                (num_rows, num_tokens), device=self.seen.device, dtype=torch.bool
-            )
+            present = torch.ones((num_rows, num_tokens), device=self.seen.device, dtype=torch.bool)
         positions_BT = (self.seen[:, None] + present.cumsum(dim=1) - 1).clamp(min=0)
         self.seen += present.sum(dim=1)
         return positions_BT

@@ -21,23 +21,25 @@ from depthmix.nn.routing import Candidates, Kept, Routing
 class Decider(nn.Module):
     """A router, its causal predictor, and the rule that turns their scores into kept tokens."""
 
-    def __init__(self, width: int, config: RoutingConfig, capacity: float) -> None:
+    def __init__(
+        self, width: int, config: RoutingConfig, capacity: float, *, reserved: float = 0.0
+    ) -> None:
         super().__init__()
-        self.config, self.capacity = config, capacity
-        self.router = Router(
-            width, normalize=config.normalize_input, init_std=config.init_std
-        )
+        self.config, self.capacity, self.reserved = config, capacity, reserved
+        self.router = Router(width, normalize=config.normalize_input, init_std=config.init_std)
         self.predictor = Predictor(width, config.predictor_width) if config.has_predictor else None
 
     def forward(
         self,
         x: Float[Tensor, "B T D"],
+        place: Place,
         candidates: Candidates,
         *,
         selector: str | None = None,
         previous: Routing | None = None,
         decoding: bool = False,
-    ) -> tuple[Kept, Routing]:
+    ) -> tuple[Float[Tensor, "B K D"], Place, Routing]:
+        """The kept tokens, their places, and what was decided."""
         logits_BT = self.router(x).squeeze(-1)
         predicted_BT = None if self.predictor is None else self.predictor(x).squeeze(-1)
         if self.config.strategy == "early_exit":
@@ -50,19 +52,27 @@ class Decider(nn.Module):
             if selector not in (None, "topk") or self.config.strategy == "causal":
                 topk = rules.expert_choice(logits_BT.detach(), self.capacity, candidates)
             target_BT = topk.slot >= 0
-        weight_BK = rules.apply_gate(self.config.gate, logits_BT.gather(1, kept.index))
+        x_BKD = gather_tokens(x, kept.index, kept.slot)
+        # scored again from the gathered tokens: the gate's gradient then stays among them, where
+        # by way of logits_BT it would touch every token
+        weight_BK = rules.apply_gate(self.config.gate, self.router(x_BKD).squeeze(-1))
+        valid_BK = torch.ones_like(kept.index, dtype=torch.bool)
         if kept.valid is not None:
-            weight_BK = weight_BK * kept.valid
-        valid_BK = torch.ones_like(kept.index, dtype=torch.bool) if kept.valid is None else kept.valid
-        return kept, Routing(
-            index=kept.index,
-            weight=weight_BK,
-            valid=valid_BK,
-            logits=logits_BT,
-            predictor_logits=predicted_BT,
-            slot=kept.slot,
-            target=target_BT,
-            present=candidates.present,
+            valid_BK = kept.valid
+            weight_BK = weight_BK * valid_BK
+        return (
+            x_BKD,
+            place.take(kept.index, kept.valid),
+            Routing(
+                index=kept.index,
+                weight=weight_BK,
+                valid=valid_BK,
+                logits=logits_BT,
+                predictor_logits=predicted_BT,
+                slot=kept.slot,
+                target=target_BT,
+                present=candidates.present,
+            ),
         )
 
     def keep(
@@ -77,27 +87,31 @@ class Decider(nn.Module):
         if selector == "all":
             return rules.keep_all(logits, candidates)
         if selector in ("predictor", "router"):
-            scores = predicted.detach() if selector == "predictor" and predicted is not None else logits
+            scores = (
+                predicted.detach() if selector == "predictor" and predicted is not None else logits
+            )
             return rules.causal(scores, candidates)
         if strategy == "stochastic":
             return rules.stochastic(logits, self.capacity, candidates)
         if selector == "topk" or strategy in ("expert_choice", "early_exit"):
             return rules.expert_choice(logits, self.capacity, candidates)
         scores = predicted.detach() if strategy == "causal" and predicted is not None else logits
-        return rules.token_choice(scores, self.capacity, candidates)
+        return rules.token_choice(scores, self.capacity, candidates, self.reserved)
 
 
 class MixtureOfDepths(nn.Module):
     """x_i ← x_i + g(r_i) · f_i(x_S) for i in S, x_i ← x_i otherwise (arXiv:2404.02258, Eq. 1)."""
 
-    def __init__(self, block: nn.Module, width: int, config: RoutingConfig, capacity: float) -> None:
+    def __init__(
+        self, block: nn.Module, width: int, config: RoutingConfig, capacity: float
+    ) -> None:
         super().__init__()
         self.block = block
         self.first_tokens = config.first_tokens
         self.decider = Decider(width, config, capacity)
         self.kv_decider = None
         if config.kv_capacity is not None:
-            self.kv_decider = Decider(width, config, config.kv_capacity)
+            self.kv_decider = Decider(width, config, config.kv_capacity, reserved=capacity)
 
     def forward(
         self,
@@ -113,24 +127,20 @@ class MixtureOfDepths(nn.Module):
             forced_BT = (place.positions < self.first_tokens).expand(x.shape[:2])
         candidates = Candidates(present=place.valid, forced=forced_BT)
         decoding = cache is not None
-        kept, routing = self.decider(
-            x, candidates, selector=selector, previous=previous, decoding=decoding
+        x_BKD, place_BK, routing = self.decider(
+            x, place, candidates, selector=selector, previous=previous, decoding=decoding
         )
         memory = None
         if self.kv_decider is not None:
             # who is updated also offers its keys, so that no query is left without one
-            queries_BT = kept.slot >= 0
+            queries_BT = routing.slot >= 0
             forced_BT = queries_BT if forced_BT is None else forced_BT | queries_BT
-            kv_kept, kv_routing = self.kv_decider(
-                x, candidates._replace(forced=forced_BT), selector=selector, decoding=decoding
+            candidates = Candidates(present=place.valid, forced=forced_BT)
+            x_BMD, place_BM, kv_routing = self.kv_decider(
+                x, place, candidates, selector=selector, decoding=decoding
             )
-            x_BMD = gather_tokens(x, kv_kept.index, kv_kept.slot)
-            kv_place = place.take(kv_kept.index, kv_kept.valid)
-            memory = Memory(x_BMD, kv_place, kv_routing.weight)
-            routing = routing._replace(memory=kv_routing)
-        x_BKD = gather_tokens(x, kept.index, kept.slot)
-        update = self.block(
-            x_BKD, place.take(kept.index, kept.valid), selector=selector, memory=memory, cache=cache
-        )
-        x = scatter_add_tokens(x, update.update, routing.weight, kept.index, kept.slot)
+            memory = Memory(x_BMD, place_BM, kv_routing.weight)
+            routing = Routing(*routing[:-1], memory=kv_routing)
+        update = self.block(x_BKD, place_BK, selector=selector, memory=memory, cache=cache)
+        x = scatter_add_tokens(x, update.update, routing.weight, routing.index, routing.slot)
         return x, routing, update

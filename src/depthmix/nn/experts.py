@@ -11,14 +11,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from depthmix.config import ModelConfig, num_kept
-from depthmix.kernels import multiply_groups, pack_tokens
+from depthmix.kernels import compute_type, multiply_groups, pack_tokens
 from depthmix.nn.layers import activate, input_width
 from depthmix.nn.router import Predictor, Router
 from depthmix.nn.routing import Candidates, expert_choice
 
 
 class ExpertRouting(NamedTuple):
-    """What one set of experts decided; the no-op experts come last in `logits`."""
+    """What one set of experts decided; the no-op experts come last in `logits`.
+
+    Inside a routed block (staged MoDE) its tokens are the kept ones, in the order of that block's
+    `Routing.index`.
+    """
 
     logits: Float[Tensor, "B T choices"]
     """The router's scores, float32."""
@@ -125,7 +129,7 @@ class Experts(nn.Module):
         wanted_BTn = choice_BTn < config.num_experts
         if present is not None:
             wanted_BTn = wanted_BTn & present[:, :, None]
-        if selector is None and config.capacity < config.per_token:
+        if selector in (None, "topk") and config.capacity < config.per_token:
             num_places = num_kept(config.capacity, num_tokens)
             limit = num_places
             if present is not None:
@@ -142,10 +146,7 @@ class Experts(nn.Module):
         return pairs, blank.scatter(2, choice_BTn, True), kept
 
     def _compute(self, x: Float[Tensor, "B T D"], pairs: Pairs) -> Float[Tensor, "B T D"]:
-        flat = x.flatten(0, 1)
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        flat, dtype = x.flatten(0, 1), compute_type(x)
         rows_RD = flat[pairs.token].to(dtype)
         hidden_RF = multiply_groups(rows_RD, self.w_in.to(dtype), pairs.ends)
         out_RD = multiply_groups(activate(hidden_RF, self.kind), self.w_out.to(dtype), pairs.ends)

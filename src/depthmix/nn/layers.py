@@ -33,21 +33,11 @@ class RMSNorm(nn.Module):
 
 
 def make_phase_table(num_positions: int, head_width: int, theta: float) -> Tensor:
-    """Cosines and sines of every position: (num_positions, 2, H/2), float32."""
+    """Cosines and sines of every position's angles: (num_positions, 2, H/2), float32."""
     # computed in float64: at position 100,000 a float32 angle is off by 0.004
-    exponent_H = torch.arange(0, head_width, 2, dtype=torch.float64) / head_width
-    angle_TH = torch.arange(num_positions, dtype=torch.float64)[:, None] * theta**-exponent_H
-    return torch.stack([angle_TH.cos(), angle_TH.sin()], dim=1).float()
-
-
-def rotate(
-    x: Float[Tensor, "B T heads H"], phase: Float[Tensor, "#B T 2 half"]
-) -> Float[Tensor, "B T heads H"]:
-    """Turn each pair (x_i, x_{i + H/2}) by its token's phase."""
-    cos_BT1h, sin_BT1h = phase[:, :, None, 0], phase[:, :, None, 1]
-    first, second = at_least_float32(x).chunk(2, dim=-1)
-    turned = (first * cos_BT1h - second * sin_BT1h, second * cos_BT1h + first * sin_BT1h)
-    return torch.cat(turned, dim=-1).to(x.dtype)
+    exponent_h = torch.arange(0, head_width, 2, dtype=torch.float64) / head_width
+    angle_Th = torch.arange(num_positions, dtype=torch.float64)[:, None] * theta**-exponent_h
+    return torch.stack([angle_Th.cos(), angle_Th.sin()], dim=1).float()
 
 
 class MLP(nn.Module):
@@ -55,22 +45,25 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, hidden: int, kind: str) -> None:
         super().__init__()
-        self.kind = kind
-        # SwiGLU's two input matrices are one: a single, larger product
-        self.w_in = nn.Linear(width, input_width(hidden, kind), bias=False)
+        # two matrices and not one: the gradient of a split is a concatenation, which costs more
+        # than the larger product saves
+        self.w_gate = nn.Linear(width, hidden, bias=False) if kind == "swiglu" else None
+        self.w_up = nn.Linear(width, hidden, bias=False)
         self.w_out = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        return self.w_out(activate(self.w_in(x), self.kind))
+        if self.w_gate is None:
+            return self.w_out(F.gelu(self.w_up(x)))
+        return self.w_out(F.silu(self.w_gate(x)) * self.w_up(x))
 
 
 def input_width(hidden: int, kind: str) -> int:
-    """Columns of an MLP's first matrix."""
+    """Columns of an expert's first matrix, which holds SwiGLU's two side by side."""
     return 2 * hidden if kind == "swiglu" else hidden
 
 
 def activate(x: Float[Tensor, "*B F_in"], kind: str) -> Float[Tensor, "*B F"]:
-    """The non-linearity between an MLP's two matrices."""
+    """The non-linearity between an expert's two matrices."""
     if kind == "gelu":
         return F.gelu(x)
     gate, value = x.chunk(2, dim=-1)

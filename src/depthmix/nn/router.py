@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from depthmix.kernels import stop_autocast
 from depthmix.nn.layers import at_least_float32, normalize_rms
 
 EPS = 1e-6
@@ -31,7 +32,7 @@ class Router(nn.Module):
             # as a product and a sum, inductor reads x once, in its own type, beside other uses of
             # it; as a matrix product it writes a float32 copy of x first
             return (x_BTD * weight[0]).sum(dim=-1, keepdim=True)
-        with torch.autocast(x.device.type, enabled=False):
+        with stop_autocast(x):
             return F.linear(x_BTD, weight)
 
 
@@ -47,5 +48,11 @@ class Predictor(nn.Module):
         self.w_out = nn.Linear(hidden, num_scores)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T scores"]:
-        hidden = F.gelu(self.w_in(normalize_rms(x.detach(), EPS).to(x.dtype)))
-        return at_least_float32(self.w_out(hidden))
+        x = x.detach()
+        # (W·x) / rms(x) is W·(x / rms(x)) without a normalised copy of x
+        scale_BT1 = torch.rsqrt(at_least_float32(x).square().mean(dim=-1, keepdim=True) + EPS)
+        hidden = F.gelu(self.w_in(x) * scale_BT1)
+        if self.w_out.weight.shape[0] == 1 and torch.compiler.is_compiling():
+            # see Router.forward
+            return (hidden * self.w_out.weight[0]).sum(dim=-1, keepdim=True) + self.w_out.bias
+        return at_least_float32(self.w_out(hidden.to(x.dtype)))

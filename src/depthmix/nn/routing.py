@@ -3,6 +3,7 @@
 Owns the `Routing` value that a routed block returns. Knows no parameters, and not what a block is.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -64,9 +65,7 @@ class Candidates(NamedTuple):
         return self.present & self.alive
 
 
-def expert_choice(
-    scores: Float[Tensor, "B T"], capacity: float, candidates: Candidates
-) -> Kept:
+def expert_choice(scores: Float[Tensor, "B T"], capacity: float, candidates: Candidates) -> Kept:
     """Keep each sequence's k = ceil(C·T) highest scores (arXiv:2404.02258, Eq. 1).
 
     T counts the row's real tokens, so that padding neither is kept nor makes room for others.
@@ -77,7 +76,8 @@ def expert_choice(
         scores = scores.masked_fill(candidates.forced, torch.inf)
     if allowed_BT is not None:
         scores = scores.masked_fill(~allowed_BT, -torch.inf)
-        counts_B = _count_kept(allowed_BT, candidates.present, capacity)
+        limit = _count_share(capacity, candidates.present, scores.shape[1])
+        counts_B = allowed_BT.sum(dim=1, keepdim=True).clamp(max=limit).squeeze(1)
     index_BK, slot_BT = select_topk(scores, num_places, counts_B)
     if counts_B is None:
         return Kept(index_BK, slot_BT, None)
@@ -101,14 +101,23 @@ def survivors(candidates: Candidates, previous: Routing | None) -> Candidates:
     """The candidates that the previous routed block kept."""
     if previous is None:
         return candidates
-    return candidates._replace(alive=previous.slot >= 0)
+    return Candidates(candidates.present, candidates.forced, alive=previous.slot >= 0)
 
 
 def token_choice(
-    scores: Float[Tensor, "B T"], capacity: float, candidates: Candidates
+    scores: Float[Tensor, "B T"], capacity: float, candidates: Candidates, reserved: float = 0.0
 ) -> Kept:
-    """Keep tokens whose own score is positive, in order, while there are places: causal."""
-    return _keep_positive(scores, candidates, num_kept(capacity, scores.shape[1]))
+    """Keep tokens whose own score is positive, in order, while there are places: causal.
+
+    `reserved` is the share of places that wait for forced tokens, so that nobody crowds them out.
+    """
+    kept_BT, num_tokens = _want(scores, candidates), scores.shape[1]
+    limit = _count_share(capacity, candidates.present, num_tokens)
+    if candidates.forced is not None:
+        others_BT = kept_BT & ~candidates.forced
+        room = limit - _count_share(reserved, candidates.present, num_tokens)
+        kept_BT = kept_BT & (candidates.forced | (others_BT.cumsum(dim=1) <= room))
+    return _pack(kept_BT & (kept_BT.cumsum(dim=1) <= limit), num_kept(capacity, num_tokens))
 
 
 def causal(scores: Float[Tensor, "B T"], candidates: Candidates) -> Kept:
@@ -117,7 +126,7 @@ def causal(scores: Float[Tensor, "B T"], candidates: Candidates) -> Kept:
     There is a place for each token, because a limit that depends on the sequence's length would
     let the future decide.
     """
-    return _keep_positive(scores, candidates, scores.shape[1])
+    return _pack(_want(scores, candidates), scores.shape[1])
 
 
 def keep_all(scores: Float[Tensor, "B T"], candidates: Candidates) -> Kept:
@@ -139,24 +148,24 @@ def apply_gate(gate: str, scores: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
     raise ValueError(f"there is no gate '{gate}'")
 
 
-def _keep_positive(
-    scores: Float[Tensor, "B T"], candidates: Candidates, num_places: int
-) -> Kept:
+def _want(scores: Float[Tensor, "B T"], candidates: Candidates) -> Bool[Tensor, "B T"]:
+    """Tokens that are forced or have a positive score, among those that may be kept."""
     kept_BT, allowed_BT = scores > 0, candidates.mask()
     if candidates.forced is not None:
         kept_BT = kept_BT | candidates.forced
-    if allowed_BT is not None:
-        kept_BT = kept_BT & allowed_BT
-    index_BK, slot_BT = pack_tokens(kept_BT, num_places)
-    place_K = torch.arange(num_places, device=scores.device)
-    return Kept(index_BK, slot_BT, place_K < kept_BT.sum(dim=1, keepdim=True))
+    return kept_BT if allowed_BT is None else kept_BT & allowed_BT
 
 
-def _count_kept(
-    allowed: Bool[Tensor, "B T"], present: Bool[Tensor, "B T"] | None, capacity: float
-) -> Int[Tensor, " B"]:
-    """min(ceil(C·T), candidates) of each row, T being its real tokens; `num_kept` for tensors."""
-    num_allowed_B = allowed.sum(dim=1)
-    num_tokens_B = torch.ones_like(allowed).sum(1) if present is None else present.sum(1)
-    num_kept_B = (num_tokens_B.double() * capacity - 1e-9).ceil().long()
-    return torch.minimum(num_kept_B, num_allowed_B)
+def _pack(kept: Bool[Tensor, "B T"], num_places: int) -> Kept:
+    index_BK, slot_BT = pack_tokens(kept, num_places)
+    place_K = torch.arange(num_places, device=kept.device)
+    return Kept(index_BK, slot_BT, place_K < kept.sum(dim=1, keepdim=True))
+
+
+def _count_share(
+    share: float, present: Bool[Tensor, "B T"] | None, num_tokens: int
+) -> int | Int[Tensor, "B 1"]:
+    """ceil(share·T), T being each row's real tokens; one number where all are."""
+    if present is None:
+        return math.ceil(share * num_tokens - 1e-9)
+    return (present.sum(dim=1, keepdim=True).double() * share - 1e-9).ceil().long()

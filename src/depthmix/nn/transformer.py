@@ -3,14 +3,16 @@
 Knows nothing of losses or optimisers.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from depthmix.config import ModelConfig
+from depthmix.kernels import compute_type
 from depthmix.nn.attention import Place
 from depthmix.nn.block import Block
 from depthmix.nn.cache import Cache
@@ -57,8 +59,6 @@ class Transformer(nn.Module):
             self.layers.append(block)
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        if config.tied_head:
-            self.head.weight = self.embedding.weight
         self.register_buffer("phase_table", self._make_phases(), persistent=False)
         self.init_weights()
 
@@ -66,15 +66,27 @@ class Transformer(nn.Module):
         config = self.config
         return make_phase_table(config.max_seq_len, config.shape.head_width, config.rope_theta)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":
+        super()._apply(fn, recurse)
+        if self.phase_table.dtype.itemsize < 4:
+            # in bf16 the angles of neighbouring positions are the same
+            self.phase_table = self._make_phases().to(self.phase_table.device)
+        return self
+
     @torch.no_grad()
     def init_weights(self) -> None:
         """Fresh weights; also for a model that was built on the meta device and then allocated."""
+        if self.config.tied_head:
+            # allocating a meta model gives each name a tensor of its own
+            self.head.weight = self.embedding.weight
         # the last matrix of each branch is smaller, so that the residual stream keeps its scale
         out_scale = (2 * self.config.num_layers) ** -0.5
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 std = module.in_features**-0.5
-                nn.init.normal_(module.weight, std=std * (out_scale if name.endswith("w_out") else 1))
+                nn.init.normal_(
+                    module.weight, std=std * (out_scale if name.endswith("w_out") else 1)
+                )
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, RMSNorm):
@@ -126,9 +138,8 @@ class Transformer(nn.Module):
         self._check(tokens, selector, document_ids, cache)
         place = self._place(tokens, positions, document_ids, cache)
         x_BTD = self.embedding(tokens)
-        if torch.is_autocast_enabled(x_BTD.device.type):
-            # otherwise the float32 table would keep the whole residual stream in float32
-            x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
+        # under autocast the float32 table would keep the whole residual stream in float32
+        x_BTD = x_BTD.to(compute_type(x_BTD))
         routings: list[Routing] = []
         expert_routings: list[ExpertRouting] = []
         for index, layer in enumerate(self.layers):
@@ -169,7 +180,8 @@ class Transformer(nn.Module):
         else:
             positions = torch.arange(num_tokens, device=tokens.device)[None]
             phase = self.phase_table[None, :num_tokens]
-        return Place(positions, phase, document_ids, present_BT)
+        documents_BT = None if document_ids is None else number_documents(document_ids)
+        return Place(positions, phase, documents_BT, present_BT)
 
     def _check(
         self,
@@ -203,5 +215,16 @@ class Transformer(nn.Module):
 def count_positions(document_ids: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
     """Each token's place in its run of equal ids."""
     place_T = torch.arange(document_ids.shape[1], device=document_ids.device)
-    starts_BT = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
-    return place_T - torch.where(starts_BT, place_T, 0).cummax(dim=1).values
+    return place_T - torch.where(_find_starts(document_ids), place_T, 0).cummax(dim=1).values
+
+
+def number_documents(document_ids: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+    """A number for each run of equal ids, so that an id that comes back is a new document.
+
+    Positions start again in every run: joined by their id, an earlier run could see a later one.
+    """
+    return _find_starts(document_ids).cumsum(dim=1).where(document_ids >= 0, -1)
+
+
+def _find_starts(document_ids: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    return F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from depthmix.config import ExpertsConfig, ModelConfig
+from depthmix.kernels import linear_cross_entropy, mean_cross_entropy
 from depthmix.nn.experts import ExpertRouting
 from depthmix.nn.routing import Routing
 
@@ -47,7 +48,14 @@ def language_model_loss(
     logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]
 ) -> Float[Tensor, ""]:
     """Mean cross-entropy in nats over the targets that are not `IGNORE`."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
+    return mean_cross_entropy(logits.flatten(0, 1), targets.flatten(), IGNORE)
+
+
+def token_loss(
+    hidden: Float[Tensor, "B T D"], head: Float[Tensor, "V D"], targets: Int[Tensor, "B T"]
+) -> Float[Tensor, ""]:
+    """`language_model_loss` of `hidden @ head.T`, without ever holding all the logits."""
+    return linear_cross_entropy(hidden.flatten(0, 1), head, targets.flatten(), IGNORE)
 
 
 def head_loss(
@@ -70,7 +78,9 @@ def head_loss(
         claims.append(claimed.sum())
         truths.append(kept.sum())
         totals.append(total)
-    hit, claim, truth, total = (torch.stack(counts).sum() for counts in (hits, claims, truths, totals))
+    hit, claim, truth, total = (
+        torch.stack(counts).sum() for counts in (hits, claims, truths, totals)
+    )
     return HeadLoss(
         loss=torch.stack(losses).mean(),
         precision=hit / claim.clamp(min=1),
@@ -103,79 +113,99 @@ def routing_loss(
     routings: Sequence[Routing],
     expert_routings: Sequence[ExpertRouting] = (),
 ) -> RoutingLoss:
-    """All the losses that `config` asks for, weighted and added up; metrics beside them.
+    """All the losses that `config` asks for, weighted and added up; its parts beside it, detached.
 
     Heads are scored whatever their weight: a head that is not trained on is still worth watching.
     """
     routing, experts = config.routing, config.experts
-    parts: dict[str, HeadLoss | Tensor | None] = {}
-    every = [*routings, *(r.memory for r in routings if r.memory is not None)]
-    terms = []
-    if every and every[0].target is not None:
-        targets = [r.target for r in every if r.target is not None]
-        present = [r.present for r in every]
-        router = head_loss([r.logits for r in every], targets, present)
-        parts["router"] = router
-        terms.append((routing.aux_loss_weight, router.loss))
-        predicted = [r.predictor_logits for r in every if r.predictor_logits is not None]
-        if predicted:
-            predictor = head_loss(predicted, targets, present)
-            parts["predictor"] = predictor
-            terms.append((routing.predictor_loss_weight, predictor.loss))
-    if every and routing.strategy == "token_choice":
-        shares = [*config.capacities, *[routing.kv_capacity] * (len(every) - len(routings))]
-        balance = torch.stack(
-            [_balance_depth(r, share) for r, share in zip(every, shares, strict=True)]
+    deciders = [*routings, *(r.memory for r in routings if r.memory is not None)]
+    choices = list(expert_routings)
+    router = predictor = expert_router = expert_predictor = balance = expert_balance = None
+    if deciders and routing.has_target:
+        present = [r.present for r in deciders]
+        router, predictor = _score_heads(
+            [r.logits for r in deciders], [r.predictor_logits for r in deciders], deciders, present
+        )
+    if deciders and routing.strategy == "token_choice":
+        shares = [*config.capacities, *[routing.kv_capacity] * (len(deciders) - len(routings))]
+        balances = [_balance_depth(r, share) for r, share in zip(deciders, shares, strict=True)]
+        balance = torch.stack(balances).mean()
+    if choices and experts.strategy == "expert_choice":
+        present = [None if r.present is None else r.present[..., None] for r in choices]
+        logits = [r.logits[..., : experts.num_experts] for r in choices]
+        expert_router, expert_predictor = _score_heads(
+            logits, [r.predictor_logits for r in choices], choices, present
+        )
+    if choices and experts.strategy == "token_choice":
+        shares = expert_shares(experts, choices[0].logits.device)
+        expert_balance = torch.stack(
+            [balance_loss(r.logits.softmax(-1), r.chosen, shares, r.present) for r in choices]
         ).mean()
-        parts["balance"] = balance
-        terms.append((routing.balance_loss_weight, balance))
-    if expert_routings and expert_routings[0].target is not None:
-        count = experts.num_experts
-        targets = [r.target for r in expert_routings if r.target is not None]
-        present = [None if r.present is None else r.present[..., None] for r in expert_routings]
-        router = head_loss([r.logits[..., :count] for r in expert_routings], targets, present)
-        parts["expert_router"] = router
-        terms.append((experts.aux_loss_weight, router.loss))
-        predicted = [r.predictor_logits for r in expert_routings if r.predictor_logits is not None]
-        if predicted:
-            predictor = head_loss(predicted, targets, present)
-            parts["expert_predictor"] = predictor
-            terms.append((experts.predictor_loss_weight, predictor.loss))
-    if expert_routings and experts.strategy == "token_choice":
-        shares = expert_shares(experts).to(expert_routings[0].logits.device)
-        balance = torch.stack(
-            [
-                balance_loss(r.logits.softmax(-1), r.chosen, shares, r.present)
-                for r in expert_routings
-            ]
-        ).mean()
-        parts["expert_balance"] = balance
-        terms.append((experts.balance_loss_weight, balance))
+    terms = [
+        (routing.aux_loss_weight, _loss_of(router)),
+        (routing.predictor_loss_weight, _loss_of(predictor)),
+        (routing.balance_loss_weight, balance),
+        (experts.aux_loss_weight, _loss_of(expert_router)),
+        (experts.predictor_loss_weight, _loss_of(expert_predictor)),
+        (experts.balance_loss_weight, expert_balance),
+    ]
     # a weight of zero leaves the term out, so that its gradient costs nothing
-    weighted = [weight * term for weight, term in terms if weight > 0]
-    total = torch.stack(weighted).sum() if weighted else torch.zeros(())
-    return RoutingLoss(total, **parts)
+    weighted = [weight * term for weight, term in terms if term is not None and weight > 0]
+    return RoutingLoss(
+        loss=torch.stack(weighted).sum() if weighted else torch.zeros(()),
+        router=_detach(router),
+        predictor=_detach(predictor),
+        balance=None if balance is None else balance.detach(),
+        expert_router=_detach(expert_router),
+        expert_predictor=_detach(expert_predictor),
+        expert_balance=None if expert_balance is None else expert_balance.detach(),
+    )
 
 
-def expert_shares(experts: ExpertsConfig) -> Float[Tensor, " choices"]:
+def expert_shares(experts: ExpertsConfig, device: torch.device) -> Float[Tensor, " choices"]:
     """The share of choices that each expert should get; what capacity leaves goes to no-ops."""
     used = experts.capacity / experts.per_token
     if experts.num_noop == 0 or used == 1:
         count = experts.num_experts + experts.num_noop
-        return torch.full((count,), 1 / count)
-    real = [used / experts.num_experts] * experts.num_experts
-    return torch.tensor([*real, *[(1 - used) / experts.num_noop] * experts.num_noop])
+        return torch.full((count,), 1 / count, device=device)
+    real = torch.full((experts.num_experts,), used / experts.num_experts, device=device)
+    noop = torch.full((experts.num_noop,), (1 - used) / experts.num_noop, device=device)
+    return torch.cat([real, noop])
+
+
+def _score_heads(
+    logits: Sequence[Tensor],
+    predicted: Sequence[Tensor | None],
+    routings: Sequence[Routing | ExpertRouting],
+    present: Sequence[Tensor | None],
+) -> tuple[HeadLoss | None, HeadLoss | None]:
+    """Router and predictor against the top-k of the same forward pass, where it is known."""
+    targets = [r.target for r in routings if r.target is not None]
+    if len(targets) < len(routings):
+        return None, None
+    known = [p for p in predicted if p is not None]
+    predictor = head_loss(known, targets, present) if known else None
+    return head_loss(logits, targets, present), predictor
 
 
 def _balance_depth(routing: Routing, capacity: float | None) -> Float[Tensor, ""]:
     """Block and bypass as two choices, with shares C and 1 - C."""
     assert capacity is not None
-    inside = routing.logits.sigmoid()
-    shares = routing.logits.new_tensor([capacity, max(1 - capacity, 1e-6)])
-    chosen = routing.logits > 0
+    inside, chosen = routing.logits.sigmoid(), routing.logits > 0
+    shares = [torch.full_like(inside[0, :1], s) for s in (capacity, max(1 - capacity, 1e-6))]
     return balance_loss(
         torch.stack([inside, 1 - inside], dim=-1),
         torch.stack([chosen, ~chosen], dim=-1),
-        shares,
+        torch.cat(shares),
         routing.present,
     )
+
+
+def _loss_of(head: HeadLoss | None) -> Tensor | None:
+    return None if head is None else head.loss
+
+
+def _detach(head: HeadLoss | None) -> HeadLoss | None:
+    if head is None:
+        return None
+    return HeadLoss(head.loss.detach(), head.precision, head.recall, head.routed_fraction)

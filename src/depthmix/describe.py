@@ -1,0 +1,298 @@
+"""Models side by side: shape, parameters, FLOPs, cache bytes and routing, for people and as JSON.
+
+Owns how numbers are written and how a table is laid out. Counts nothing itself, and knows nothing
+of torch.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from depthmix import flops
+from depthmix.config import ModelConfig
+from depthmix.flops import Parameters
+from depthmix.presets import load_preset, preset_names
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NONE = "none"
+LABEL_WIDTH, MAX_CELL_WIDTH, MAX_MAP_WIDTH = 24, 36, 200
+
+
+class Description(NamedTuple):
+    """A model's numbers at one sequence length, raw; `dense` ones are those of its dense twin."""
+
+    name: str
+    config: ModelConfig
+    seq_len: int
+    parameters: Parameters
+    forward_flops: int
+    """Of one sequence."""
+    dense_forward_flops: int
+    kv_bytes: int
+    """Of one sequence, two bytes a number."""
+    dense_kv_bytes: int
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward FLOPs divided by tokens."""
+        return self.forward_flops / self.seq_len
+
+    @property
+    def training_flops_per_token(self) -> float:
+        """Three times the forward FLOPs."""
+        return flops.TRAINING_FACTOR * self.flops_per_token
+
+    @property
+    def relative_flops(self) -> float:
+        """Forward FLOPs as a share of the dense twin's."""
+        return self.forward_flops / self.dense_forward_flops
+
+    @property
+    def relative_kv_bytes(self) -> float:
+        """Cache bytes as a share of the dense twin's."""
+        return self.kv_bytes / self.dense_kv_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data with raw numbers and the full configuration."""
+        config = self.config
+        return {
+            "name": self.name,
+            "seq_len": self.seq_len,
+            "shape": config.shape._asdict(),
+            "parameters": self.parameters._asdict(),
+            "forward_flops": self.forward_flops,
+            "forward_flops_parts": flops.count_parts(config, self.seq_len),
+            "forward_flops_per_token": self.flops_per_token,
+            "training_flops_per_token": self.training_flops_per_token,
+            "relative_flops": self.relative_flops,
+            "kv_bytes": self.kv_bytes,
+            "relative_kv_bytes": self.relative_kv_bytes,
+            "routed_layers": config.routed_layers,
+            "capacities": config.capacities,
+            "expert_layers": config.expert_layers,
+            "causal_selector": config.causal_selector,
+            "config": config.to_dict(),
+        }
+
+
+def load_model(source: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """A configuration by its preset's name or from a .toml file, with dotted fields replaced."""
+    if not source.endswith(".toml"):
+        try:
+            config = load_preset(source)
+        except ValueError as error:
+            if not Path(source).is_file():
+                raise
+            raise ValueError(
+                f"a configuration's file name ends in .toml; '{source}' does not"
+            ) from error
+        return config.override(overrides or {})
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read '{source}': {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read '{source}': it is not UTF-8 text") from error
+    try:
+        config = ModelConfig.from_toml(text)
+    except ValueError as error:
+        raise ValueError(f"in '{source}': {error}") from error
+    return config.override(overrides or {})
+
+
+def describe_model(name: str, config: ModelConfig, seq_len: int | None = None) -> Description:
+    """Count everything about a model; empty `seq_len` means its `max_seq_len`."""
+    dense = config.dense_twin()
+    try:
+        found = Description(
+            name=name,
+            config=config,
+            seq_len=config.max_seq_len if seq_len is None else seq_len,
+            parameters=flops.num_parameters(config),
+            forward_flops=flops.forward_flops(config, seq_len=seq_len),
+            dense_forward_flops=flops.forward_flops(dense, seq_len=seq_len),
+            kv_bytes=flops.kv_cache_bytes(config, seq_len=seq_len),
+            dense_kv_bytes=flops.kv_cache_bytes(dense, seq_len=seq_len),
+        )
+        # what cannot be written as a number cannot be shown either
+        float(found.forward_flops)
+    except OverflowError as error:
+        raise ValueError(f"{name} is too large to count: make it smaller") from error
+    return found
+
+
+def list_presets() -> list[str]:
+    """Every preset in a line, with its parameters and forward FLOPs, under a line of headings."""
+    found = [describe_model(name, load_preset(name)) for name in preset_names()]
+    lines = [
+        f"{'preset':12}  {'parameters':>10}  {'FLOPs/token':>11}  {'of dense':>8}  routed blocks"
+    ]
+    for model in found:
+        routed = len(model.config.routed_layers)
+        share = f"{routed} of {model.config.num_layers}" if routed else NONE
+        lines.append(
+            f"{model.name:12}  {format_number(model.parameters.total):>10}  "
+            f"{format_number(model.flops_per_token):>11}  {model.relative_flops:>8.1%}  {share}"
+        )
+    return lines
+
+
+def to_json(models: Sequence[Description]) -> str:
+    """A JSON list with an object for each model."""
+    return json.dumps([model.to_dict() for model in models], indent=2)
+
+
+def print_tables(models: Sequence[Description], console: "Console") -> None:
+    """Print the models side by side, in as many tables as the console's width asks for."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    encoding = (console.encoding or "ascii").lower()
+    rows = [list_rows(model, ascii_only=not encoding.startswith("utf")) for model in models]
+    widths = [
+        min(MAX_CELL_WIDTH, max(len(model.name), *map(len, cells.values())))
+        for model, cells in zip(models, rows, strict=True)
+    ]
+    for start, stop in _split_columns(widths, console.width - LABEL_WIDTH):
+        # cells fold and never end in an ellipsis: a number cut short is a wrong number
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
+        table.add_column("", overflow="fold", min_width=min(LABEL_WIDTH - 3, console.width // 3))
+        for model, width in zip(models[start:stop], widths[start:stop], strict=True):
+            table.add_column(Text(model.name, overflow="fold"), overflow="fold", max_width=width)
+        for label in rows[start]:
+            table.add_row(label, *(Text(cells[label]) for cells in rows[start:stop]))
+        console.print(table)
+
+
+def list_rows(model: Description, *, ascii_only: bool = False) -> dict[str, str]:
+    """The table's column of one model: label → what stands there."""
+    config, shape = model.config, model.config.shape
+    rows = {
+        "layers": str(config.num_layers),
+        "width": str(config.width),
+        "heads": f"{config.num_heads} of width {shape.head_width}",
+        "KV heads": str(shape.num_kv_heads),
+        "MLP width": f"{shape.mlp_width} ({config.mlp})",
+        "vocabulary": f"{config.vocab_size} ({'tied' if config.tied_head else 'untied'} head)",
+        "parameters": format_number(model.parameters.total),
+        "  without embedding": format_number(model.parameters.total_non_embedding),
+        "  active for a token": format_number(model.parameters.active),
+        "sequence length": f"{model.seq_len} tokens",
+        "forward pass per token": format_flops(model.flops_per_token),
+        "  of its dense twin": f"{model.relative_flops:.1%}",
+        "training per token": format_flops(model.training_flops_per_token),
+        "KV cache (16 bit)": format_bytes(model.kv_bytes),
+        "  of the twin's cache": f"{model.relative_kv_bytes:.1%}",
+    }
+    return rows | _list_routing(config, ascii_only) | {"experts": _tell_experts(config)}
+
+
+def _list_routing(config: ModelConfig, ascii_only: bool) -> dict[str, str]:
+    routing, routed = config.routing, config.routed_layers
+    labels = (
+        "routed blocks",
+        "  map, first to last",
+        "strategy",
+        "capacity",
+        "gate",
+        "causal head",
+    )
+    skipped, marked = (".", "#") if ascii_only else ("·", "▮")
+    among = set(routed)
+    where = "".join(marked if i in among else skipped for i in range(config.num_layers))
+    if config.num_layers > MAX_MAP_WIDTH:
+        where = "too deep to draw"
+    if not routed:
+        return dict(zip(labels, (NONE, where, NONE, "-", "-", "-"), strict=True))
+    head = config.causal_selector or NONE
+    if head == "predictor":
+        head = f"predictor, width {routing.predictor_width}"
+    return dict(
+        zip(
+            labels,
+            (
+                f"{len(routed)} of {config.num_layers}: {format_ranges(routed)}",
+                where,
+                routing.strategy,
+                _tell_capacity(config),
+                routing.gate,
+                head,
+            ),
+            strict=True,
+        )
+    )
+
+
+def _tell_capacity(config: ModelConfig) -> str:
+    capacities, given = config.capacities, config.routing.capacity
+    told = f"{capacities[0]:.4g}"
+    if isinstance(given, str):
+        told = f"{given}, {told} to {capacities[-1]:.4g}"
+    elif len(set(capacities)) > 1:
+        told = ", ".join(f"{capacity:.4g}" for capacity in capacities)
+    kv_capacity = config.routing.kv_capacity
+    return told if kv_capacity is None else f"{told}; keys and values {kv_capacity:.4g}"
+
+
+def _tell_experts(config: ModelConfig) -> str:
+    experts, layers = config.experts, config.expert_layers
+    if not layers:
+        return NONE
+    noop = f" + {experts.num_noop} no-op" if experts.num_noop else ""
+    chosen = f", {experts.per_token} per token" if experts.strategy == "token_choice" else ""
+    return (
+        f"{experts.num_experts}{noop} of width {config.shape.expert_width} in blocks "
+        f"{format_ranges(layers)}; {experts.strategy}{chosen}, capacity {experts.capacity:.4g}"
+    )
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, short: `0-5`, `1-11 by 2`, `1, 4`; each listed where they are uneven."""
+    steps = {b - a for a, b in pairwise(numbers)}
+    if len(numbers) < 3 or len(steps) > 1:
+        return ", ".join(map(str, numbers))
+    step = steps.pop()
+    return f"{numbers[0]}-{numbers[-1]}" + (f" by {step}" if step > 1 else "")
+
+
+def format_number(value: int | float) -> str:
+    """Three digits and a unit: `832`, `60.5 M`."""
+    return _scale(value, 1000, ("", "K", "M", "G", "T", "P", "E", "Z", "Y"))
+
+
+def format_flops(value: int | float) -> str:
+    """Three digits and a unit: `1.23 GFLOP`."""
+    number, _, unit = format_number(value).partition(" ")
+    return f"{number} {unit}FLOP"
+
+
+def format_bytes(value: int | float) -> str:
+    """Three digits and a binary unit: `12.6 MiB`."""
+    return _scale(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
+
+
+def _scale(value: int | float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    # compared after rounding, so that 999,999 is 1.00 M and not 1000 K
+    while round(value) >= base and power + 1 < len(units):
+        value, power = value / base, power + 1
+    decimals = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
+    digits = f"{value:.{decimals}f}" if value < 10 * base else f"{value:.2e}"
+    return f"{digits} {units[power]}".rstrip()
+
+
+def _split_columns(widths: Sequence[int], room: int) -> list[tuple[int, int]]:
+    """Runs of columns that fit beside each other; a column alone may be too wide, and folds."""
+    runs, start, used = [], 0, 0
+    for i, width in enumerate(widths):
+        # two characters of padding beside each column
+        if i > start and used + width + 2 > room:
+            runs.append((start, i))
+            start, used = i, 0
+        used += width + 2
+    return [*runs, (start, len(widths))]

@@ -1,0 +1,44 @@
+"""The configurations that come with the package, by name: one TOML file for each size.
+
+A size gives two models, so that twins cannot drift apart. Knows no torch.
+"""
+
+from importlib import resources
+from typing import Any
+
+from depthmix import fields
+from depthmix.config import ModelConfig
+
+__all__ = ["load_preset", "preset_names", "preset_sizes"]
+
+
+def load_preset(name: str, **overrides: Any) -> ModelConfig:
+    """A configuration from the package: `60m`, its dense twin `60m-dense`.
+
+    `60m-mod` is `60m` by its full name. Overrides are fields, dotted where nested:
+    `load_preset("60m", width=768, **{"routing.capacity": 0.25})`.
+    """
+    size, _, variant = name.rpartition("-") if name.endswith(("-dense", "-mod")) else (name, "", "")
+    if size not in preset_sizes():
+        close = fields.suggest(name, [*preset_sizes(), *preset_names()])
+        raise ValueError(
+            f"there is no preset '{name}'.{close} The presets are: {', '.join(preset_names())}"
+        )
+    text = (resources.files(__name__) / f"{size}.toml").read_text(encoding="utf-8")
+    config = ModelConfig.from_toml(text)
+    if variant == "dense":
+        config = config.dense_twin()
+    return config.override(overrides) if overrides else config
+
+
+def preset_sizes() -> list[str]:
+    """Names of the preset files, smallest model first."""
+    folder = resources.files(__name__)
+    found = {p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml")}
+    order = ["tiny", "demo", "60m", "220m", "1b"]
+    return sorted(found, key=lambda name: order.index(name) if name in order else len(order))
+
+
+def preset_names() -> list[str]:
+    """Every name that `load_preset` takes, short forms left out."""
+    return [f"{size}-{variant}" for size in preset_sizes() for variant in ("dense", "mod")]

@@ -1,0 +1,153 @@
+"""One optimisation step over a finished model: forward, backward, optimiser; compiled, captured.
+
+Applied from outside: the model knows nothing of it. Knows nothing of data, schedules or logging.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from depthmix.nn import Transformer
+from depthmix.train.loss import RoutingLoss, routing_loss, token_loss
+
+WARMUP_STEPS = 3
+
+
+class StepLoss(NamedTuple):
+    """What a step returns: the loss that was minimised, and what routing added to it."""
+
+    total: Float[Tensor, ""]
+    routing: RoutingLoss
+
+    @property
+    def language_model(self) -> Float[Tensor, ""]:
+        """The language model's part."""
+        return self.total.detach() - self.routing.loss.detach()
+
+
+def compute_loss(
+    model: Transformer,
+    tokens: Int[Tensor, "B T"],
+    targets: Int[Tensor, "B T"],
+    document_ids: Int[Tensor, "B T"] | None = None,
+) -> StepLoss:
+    """Language-model loss plus the routing losses of the model's configuration."""
+    hidden = model.compute_hidden(tokens, document_ids=document_ids)
+    language_model = token_loss(hidden.hidden, model.head.weight, targets)
+    routing = routing_loss(model.config, hidden.routings, hidden.expert_routings)
+    routed = len(hidden.routings) + len(hidden.expert_routings) > 0
+    total = language_model + routing.loss if routed else language_model
+    # only the total has a gradient: a second one would be computed, of zeros, at every step
+    return StepLoss(total, RoutingLoss(routing.loss.detach(), *routing[1:]))
+
+
+class TrainStep:
+    """Calls are optimisation steps: `step(tokens, targets)` updates the model."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        optimizer: torch.optim.Optimizer,
+        *,
+        precision: torch.dtype | None = None,
+        compile: bool = False,
+        cuda_graph: bool = False,
+    ) -> None:
+        """`precision` is the autocast type, None for the model's own.
+
+        `cuda_graph` records a whole step once and replays it: the CPU then launches one graph
+        instead of a thousand kernels. It needs an optimiser made with `capturable=True`, and
+        batches of one shape.
+        """
+        self.model, self.optimizer, self.precision = model, optimizer, precision
+        self.loss: Callable[..., StepLoss] = compute_loss
+        if compile:
+            self.loss = torch.compile(compute_loss, fullgraph=True)
+        self.cuda_graph = cuda_graph
+        self.recording: Recording | None = None
+
+    def __call__(
+        self,
+        tokens: Int[Tensor, "B T"],
+        targets: Int[Tensor, "B T"],
+        document_ids: Int[Tensor, "B T"] | None = None,
+    ) -> StepLoss:
+        """One step. With `cuda_graph`, the returned tensors are overwritten by the next call."""
+        inputs = (tokens, targets, document_ids)
+        if not self.cuda_graph:
+            return self._step(*inputs)
+        if self.recording is None:
+            self.recording = self._record(inputs)
+        return self.recording.replay(inputs)
+
+    def _step(self, *inputs: Tensor | None) -> StepLoss:
+        device = self.model.embedding.weight.device.type
+        with torch.autocast(device, dtype=self.precision, enabled=self.precision is not None):
+            result = self.loss(self.model, *inputs)
+        result.total.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return result
+
+    def _record(self, inputs: tuple[Tensor | None, ...]) -> "Recording":
+        static = tuple(None if t is None else t.clone() for t in inputs)
+        # compiling and the optimiser's first step allocate; neither may happen inside a capture,
+        # and neither may count as a step of the training
+        saved = _copy_state(self.model, self.optimizer)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARMUP_STEPS):
+                self._step(*static)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = self._step(*static)
+        _restore_state(self.optimizer, saved)
+        return Recording(graph, static, result)
+
+
+class Recording(NamedTuple):
+    """A step as a CUDA graph, with the memory that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor | None, ...]
+    result: StepLoss
+
+    def replay(self, inputs: tuple[Tensor | None, ...]) -> StepLoss:
+        """Run the recorded step on another batch of the same shape."""
+        for static, new in zip(self.inputs, inputs, strict=True):
+            shapes = [None if t is None else tuple(t.shape) for t in (static, new)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"this step was recorded for a batch of {shapes[0]} and was given {shapes[1]}: "
+                    f"keep one shape, or make the TrainStep without cuda_graph"
+                )
+            if static is not None and new is not None:
+                static.copy_(new)
+        self.graph.replay()
+        return self.result
+
+
+def _copy_state(
+    model: Transformer, optimizer: torch.optim.Optimizer
+) -> list[tuple[Tensor, Tensor]]:
+    """Every tensor that a step changes, with a copy."""
+    state = [t for values in optimizer.state.values() for t in values.values()]
+    tensors = [*model.parameters(), *(t for t in state if isinstance(t, Tensor))]
+    return [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+
+@torch.no_grad()
+def _restore_state(optimizer: torch.optim.Optimizer, saved: list[tuple[Tensor, Tensor]]) -> None:
+    """Undo the steps since `_copy_state`; optimiser state that they made starts at zero."""
+    known = {id(tensor) for tensor, _ in saved}
+    for tensor, copy in saved:
+        tensor.copy_(copy)
+    for values in optimizer.state.values():
+        for tensor in values.values():
+            if isinstance(tensor, Tensor) and id(tensor) not in known:
+                tensor.zero_()

@@ -1,0 +1,181 @@
+"""On a GPU: kernels equal their reference, compiled equals eager, a replayed step equals a step.
+
+No hypothesis here: these run where nothing can be installed.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from depthmix.kernels import linear_cross_entropy, multiply_groups, reference
+from depthmix.nn import Transformer
+from depthmix.train.loss import IGNORE
+from depthmix.train.step import TrainStep, compute_loss
+from variants import VARIANTS, make_config, make_model, make_tokens
+
+pytestmark = pytest.mark.gpu
+
+
+def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
+    return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+@pytest.fixture
+def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel forgets to write is NaN and not by luck zero."""
+    plain = torch.empty
+
+    def poisoned(*args, **kwargs):
+        made = plain(*args, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() and made.is_cuda else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.mark.usefixtures("poison_empty")
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "tokens", "kept"),
+    [(16, 2048, 256), (3, 33, 7), (1, 1, 1), (2, 16, 16), (2, 5000, 700)],
+)
+def test_select_topk(rows: int, tokens: int, kept: int, partial: bool, ties: bool) -> None:
+    from depthmix.kernels import triton
+
+    torch.manual_seed(0)
+    scores = torch.randn(rows, tokens, device="cuda")
+    if ties:
+        scores = (scores * 2).round()
+    counts = torch.randint(0, kept + 1, (rows,), device="cuda") if partial else None
+    for ours, truth in zip(
+        triton.select_topk(scores, kept, counts),
+        reference.select_topk(scores, kept, counts),
+        strict=True,
+    ):
+        assert torch.equal(ours, truth)
+
+
+@pytest.mark.usefixtures("poison_empty")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "tokens", "heads", "first", "width", "phase_rows"),
+    [(2, 5, 6, 4, 8, 1), (3, 70, 16, 8, 128, 3), (4, 33, 3, 2, 24, 4)],
+)
+def test_rotate_split(rows, tokens, heads, first, width, phase_rows, dtype) -> None:
+    from depthmix.kernels import triton
+
+    torch.manual_seed(0)
+    x = torch.randn(rows, tokens, heads, width, device="cuda", dtype=dtype, requires_grad=True)
+    truth_x = x.detach().double().requires_grad_()
+    phase = torch.randn(phase_rows, tokens, 2, width // 2, device="cuda")
+    ours, truth = (
+        triton.rotate_split(x, phase, first),
+        reference.rotate_split(truth_x, phase, first),
+    )
+    # attention gives gradients in a layout of its own
+    grads = [torch.randn_like(part.transpose(1, 2).contiguous()).transpose(1, 2) for part in ours]
+    (grad,) = torch.autograd.grad(ours, x, grads)
+    (truth_grad,) = torch.autograd.grad(truth, truth_x, [g.double() for g in grads])
+    tolerance = 1e-6 if dtype == torch.float32 else 4e-3
+    for value, expected in [*zip(ours, truth, strict=True), (grad, truth_grad)]:
+        assert relative_error(value, expected) < tolerance
+
+
+@pytest.mark.usefixtures("poison_empty")
+@pytest.mark.parametrize(("rows", "width", "classes"), [(20000, 64, 1000), (300, 32, 50257)])
+def test_linear_cross_entropy(rows: int, width: int, classes: int) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(classes, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    targets = torch.randint(0, classes, (rows,), device="cuda")
+    targets[::7] = IGNORE
+    loss = linear_cross_entropy(hidden, weight, targets, IGNORE)
+    loss.backward()
+    truth_hidden, truth_weight = (t.detach().float().requires_grad_() for t in (hidden, weight))
+    truth = F.cross_entropy(truth_hidden @ truth_weight.T, targets, ignore_index=IGNORE)
+    truth.backward()
+    assert relative_error(loss.detach(), truth.detach()) < 2e-3
+    for ours, expected in ((hidden, truth_hidden), (weight, truth_weight)):
+        assert ours.grad is not None
+        assert expected.grad is not None
+        assert relative_error(ours.grad, expected.grad) < 1e-2
+
+
+def test_grouped_product() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(200, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(4, 64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([30, 30, 150, 200], device="cuda", dtype=torch.int32)
+    ours = multiply_groups(x, weight, ends)
+    grad = torch.randn_like(ours)
+    grads = torch.autograd.grad(ours, (x, weight), grad)
+    truth_inputs = [t.detach().double().requires_grad_() for t in (x, weight)]
+    truth = torch.ops.depthmix.multiply_groups(*truth_inputs, ends)
+    truth_grads = torch.autograd.grad(truth, truth_inputs, grad.double())
+    for value, expected in zip((ours, *grads), (truth, *truth_grads), strict=True):
+        assert relative_error(value, expected) < 1e-2
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gpu_equals_cpu(name: str) -> None:
+    if name.startswith("stochastic"):
+        pytest.skip("the two devices draw different noise")
+    model = make_model(name, dtype=torch.float32)
+    tokens = make_tokens(model.config, 3, 32)
+    on_cpu = model(tokens).logits
+    on_gpu = model.cuda()(tokens.cuda()).logits.cpu()
+    assert relative_error(on_gpu, on_cpu) < 1e-3
+
+
+COMPILED = [
+    "dense",
+    "mod",
+    "mod_aux",
+    "mod_kv",
+    "token_choice",
+    "early_exit",
+    "stochastic",
+    "moe_token_choice",
+    "mode_staged",
+]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_equals_eager(name: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Transformer(make_config(name)).cuda()
+    tokens = torch.randint(0, model.config.vocab_size, (3, 33), device="cuda")
+    compiled = torch.compile(compute_loss, fullgraph=True)
+    losses, grads = [], []
+    for function in (compute_loss, compiled):
+        torch.manual_seed(1)
+        result = function(model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        model.zero_grad()
+        result.total.backward()
+        losses.append(result.total.detach())
+        grads.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
+    if name != "stochastic":
+        assert relative_error(losses[1], losses[0]) < 1e-4
+        assert relative_error(grads[1], grads[0]) < 1e-2
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loose = compiled(model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    assert relative_error(loose.total.detach(), losses[0]) < 3e-2
+
+
+@pytest.mark.parametrize("name", ["dense", "mod"])
+def test_replayed_steps_equal_steps(name: str) -> None:
+    batches = torch.randint(0, 64, (4, 3, 33), device="cuda")
+    losses = []
+    for graph in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Transformer(make_config(name)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
+        step = TrainStep(model, optimizer, precision=torch.bfloat16, compile=True, cuda_graph=graph)
+        losses.append(
+            [step(b[:, :-1].contiguous(), b[:, 1:].contiguous()).total.item() for b in batches]
+        )
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)

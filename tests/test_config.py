@@ -1,0 +1,354 @@
+"""Configurations: presets, what is derived from fields, and exact round trips."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from depthmix import fields
+from depthmix.config import SELECTORS, ExpertsConfig, ModelConfig, RoutingConfig
+from depthmix.presets import load_preset, preset_names, preset_sizes
+
+
+def test_every_preset_loads_and_has_a_dense_twin() -> None:
+    assert preset_sizes() == ["tiny", "demo", "60m", "220m", "1b"]
+    assert preset_names()[:2] == ["tiny-dense", "tiny-mod"]
+    assert len(preset_names()) == 2 * len(preset_sizes())
+    for size in preset_sizes():
+        routed, dense = load_preset(size), load_preset(f"{size}-dense")
+        assert routed == load_preset(f"{size}-mod")
+        assert routed.routed_layers, size
+        assert routed.routing.strategy == "expert_choice"
+        assert dense == routed.dense_twin()
+        assert dense.routed_layers == ()
+        assert dataclasses.replace(dense, routing=routed.routing) == routed
+
+
+def test_presets_take_overrides_after_the_variant() -> None:
+    config = load_preset("60m-dense", width=768, **{"routing.strategy": "stochastic"})
+    assert config.width == 768
+    assert config.routing == RoutingConfig(strategy="stochastic")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("60n", "no preset '60n'. Did you mean '60m'"),
+        ("60m-dens", "Did you mean '60m-dense'"),
+        ("zzzzzz", "The presets are: tiny-dense, tiny-mod"),
+        ("-dense", "no preset '-dense'"),
+    ],
+)
+def test_unknown_presets_suggest(name: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        load_preset(name)
+
+
+def test_configurations_are_frozen_and_hashable() -> None:
+    config = load_preset("tiny")
+    for target, name in ((config, "width"), (config.routing, "every"), (config.experts, "every")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(target, name, 1)
+    assert hash(config) == hash(load_preset("tiny"))
+
+
+def test_unknown_fields_are_refused_with_a_suggestion() -> None:
+    with pytest.raises(ValueError, match=r"'routing\.capasity'. Did you mean 'routing\.capacity'"):
+        load_preset("tiny", **{"routing.capasity": 0.5})
+    with pytest.raises(ValueError, match=r"'widht'\. Did you mean 'width'"):
+        ModelConfig.from_dict({"widht": 3})
+    with pytest.raises(
+        ValueError, match=r"'experts\.per_tokens'. Did you mean 'experts\.per_token'"
+    ):
+        ModelConfig.from_dict({"experts": {"per_tokens": 3}})
+
+
+def test_overrides_from_text_and_plain_data_agree() -> None:
+    plain = {
+        "width": 96,
+        "num_kv_heads": None,
+        "qk_norm": True,
+        "rope_theta": 5e5,
+        "routing.capacity": (0.5, 0.25),
+        "routing.gate": "tanh1",
+        "experts.strategy": "token_choice",
+    }
+    text = {
+        "width": "96",
+        "num_kv_heads": "none",
+        "qk_norm": "true",
+        "rope_theta": "5e5",
+        "routing.capacity": "[0.5, 0.25]",
+        "routing.gate": "tanh1",
+        "experts.strategy": "token_choice",
+    }
+    assert load_preset("tiny").override(plain) == load_preset("tiny").override(text)
+    nested = {"routing": {"capacity": [0.5, 0.25], "gate": "tanh1"}}
+    found = load_preset("tiny").override(nested).routing
+    assert found == load_preset("tiny").override(plain).routing
+
+
+def test_sections_may_be_tables() -> None:
+    config = ModelConfig.from_dict(
+        {"routing": {"strategy": "expert_choice", "capacity": [0.5] * 6}}
+    )
+    assert config.routing.capacity == (0.5,) * 6
+    assert isinstance(config.routing, RoutingConfig)
+    assert isinstance(config.experts, ExpertsConfig)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mlp", "expert"),
+    [
+        ({"width": 48}, 128, 128),
+        ({"width": 52, "num_heads": 2}, 256, 256),
+        ({"width": 768}, 2048, 2048),
+        ({"width": 48, "mlp": "gelu"}, 192, 192),
+        ({"mlp_width": 100}, 100, 100),
+        ({"mlp_width": 100, "experts.width": 7}, 100, 7),
+    ],
+)
+def test_empty_widths_are_filled_in(overrides: dict[str, Any], mlp: int, expert: int) -> None:
+    config = load_preset("tiny", **overrides)
+    assert (config.shape.mlp_width, config.shape.expert_width) == (mlp, expert)
+
+
+def test_heads_are_filled_in() -> None:
+    config = load_preset("tiny", num_kv_heads=None)
+    assert (config.shape.num_kv_heads, config.shape.head_width) == (4, 16)
+    config = load_preset("tiny", head_width=6)
+    assert (config.shape.num_kv_heads, config.shape.head_width) == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("every", "first_dense", "expected"),
+    [(1, 0, (0, 1, 2, 3, 4, 5)), (2, 0, (1, 3, 5)), (2, 1, (2, 4)), (3, 0, (2, 5)), (1, 5, (5,))],
+)
+def test_routed_layers(every: int, first_dense: int, expected: tuple[int, ...]) -> None:
+    routing = {"routing.every": every, "routing.first_dense": first_dense}
+    config = load_preset("tiny", num_layers=6, **routing)
+    assert config.routed_layers == expected
+    assert config.capacities == (0.125,) * len(expected)
+    assert config.override({"routing.strategy": "none"}).routed_layers == ()
+
+
+def test_expert_layers() -> None:
+    config = load_preset("tiny", num_layers=6, **{"experts.every": 3})
+    assert config.expert_layers == ()
+    assert config.override({"experts.strategy": "token_choice"}).expert_layers == (2, 5)
+
+
+def test_capacity_schedules() -> None:
+    config = load_preset("tiny", num_layers=5, **{"routing.every": 1, "routing.capacity": "linear"})
+    assert config.capacities == pytest.approx((0.85, 0.675, 0.5, 0.325, 0.15))
+    ends = {"routing.capacity_first": 1.0, "routing.capacity_last": 0.2}
+    assert config.override(ends).capacities == pytest.approx((1.0, 0.8, 0.6, 0.4, 0.2))
+    cosine = config.override({"routing.capacity": "cosine"}).capacities
+    by_hand = [0.15 + 0.7 * (1 + math.cos(math.pi * i / 4)) / 2 for i in range(5)]
+    assert cosine == pytest.approx(by_hand)
+    listed = config.override({"routing.capacity": [0.9, 0.8, 0.7, 0.6, 0.5]})
+    assert listed.capacities == (0.9, 0.8, 0.7, 0.6, 0.5)
+    single = load_preset("tiny", **{"routing.every": 4, "routing.capacity": "linear"})
+    assert single.capacities == (0.85,)
+
+
+@pytest.mark.parametrize(
+    ("routing", "selector"),
+    [
+        ({"strategy": "none"}, None),
+        ({"strategy": "expert_choice"}, "predictor"),
+        ({"strategy": "early_exit"}, "predictor"),
+        ({"strategy": "causal"}, "predictor"),
+        ({"strategy": "expert_choice", "predictor": False}, None),
+        ({"strategy": "expert_choice", "predictor": False, "aux_loss_weight": 0.01}, "router"),
+        ({"strategy": "expert_choice", "aux_loss_weight": 0.01}, "predictor"),
+        ({"strategy": "token_choice"}, "router"),
+        ({"strategy": "stochastic"}, None),
+    ],
+)
+def test_causal_selector(routing: dict[str, Any], selector: str | None) -> None:
+    assert load_preset("tiny", routing=routing).causal_selector == selector
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        ({"routing.strategy": "none"}, False),
+        ({}, True),
+        ({"routing.strategy": "token_choice"}, True),
+        ({"routing.strategy": "none", "experts.strategy": "expert_choice"}, True),
+        ({"routing.strategy": "none", "experts.strategy": "token_choice"}, False),
+        (
+            {
+                "routing.strategy": "none",
+                "experts.strategy": "token_choice",
+                "experts.per_token": 2,
+            },
+            True,
+        ),
+        (
+            {
+                "routing.strategy": "none",
+                "experts.strategy": "token_choice",
+                "experts.per_token": 2,
+                "experts.capacity": 2.0,
+            },
+            False,
+        ),
+    ],
+)
+def test_needs_selector_to_decode(overrides: dict[str, Any], needed: bool) -> None:
+    assert load_preset("tiny", **overrides).needs_selector_to_decode is needed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "allowed"),
+    [
+        ({"routing.strategy": "none"}, {"topk", "predictor", "router", "all"}),
+        ({}, {"topk", "predictor", "router", "all"}),
+        ({"routing.predictor": False}, {"topk", "router", "all"}),
+        ({"routing.strategy": "token_choice"}, {"topk", "router", "all"}),
+        ({"routing.strategy": "stochastic"}, {"topk", "all"}),
+        ({"experts.strategy": "expert_choice"}, {"topk", "predictor", "router", "all"}),
+        (
+            {"experts.strategy": "expert_choice", "experts.predictor": False},
+            {"topk", "router", "all"},
+        ),
+    ],
+)
+def test_selectors(overrides: dict[str, Any], allowed: set[str]) -> None:
+    config = load_preset("tiny", **overrides)
+    assert config.find_selector_problem(None) is None
+    assert {s for s in SELECTORS if config.find_selector_problem(s) is None} == allowed
+
+
+def test_selector_problems_say_what_to_do() -> None:
+    config = load_preset("tiny")
+    assert "use one of topk, predictor, router, all" in str(config.find_selector_problem("best"))
+    without = config.override({"routing.predictor": False})
+    assert "routing.predictor = true" in str(without.find_selector_problem("predictor"))
+    experts = {"experts.strategy": "expert_choice", "experts.predictor": False}
+    problem = config.override(experts).find_selector_problem("predictor")
+    assert "experts.predictor = true" in str(problem)
+    random = config.override({"routing.strategy": "stochastic"})
+    assert "'topk' or 'all'" in str(random.find_selector_problem("router"))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> dict[str, Any]:
+    """Random valid configurations as plain data, every field of them."""
+    share = st.floats(0.001, 1.0)
+    weight = st.floats(0.0, 10.0)
+    heads, layers = draw(st.sampled_from([2, 4, 6])), draw(st.integers(1, 8))
+    every = draw(st.integers(1, layers))
+    first_dense = draw(st.integers(0, layers - every))
+    strategy = draw(
+        st.sampled_from(
+            ["none", "expert_choice", "token_choice", "stochastic", "early_exit", "causal"]
+        )
+    )
+    num_routed = len(range(first_dense + every - 1, layers, every))
+    listed = st.lists(share, min_size=num_routed, max_size=num_routed).map(
+        lambda values: tuple(sorted(values, reverse=True))
+    )
+    capacity = draw(share | listed | st.sampled_from(["linear", "cosine"]))
+    first = draw(share)
+    last = draw(st.floats(0.001, first))
+    has_target = strategy in ("expert_choice", "early_exit", "causal")
+    routing = dict(
+        strategy=strategy,
+        capacity=capacity,
+        capacity_first=first,
+        capacity_last=last,
+        every=every,
+        first_dense=first_dense,
+        first_tokens=draw(st.integers(0, 1)),
+        gate=draw(st.sampled_from(["raw", "sigmoid", "tanh1", "unit"])),
+        normalize_input=draw(st.booleans()),
+        init_std=draw(weight),
+        aux_loss_weight=draw(st.floats(0.001, 10)) if has_target else 0.0,
+        predictor=draw(st.booleans()),
+        predictor_width=draw(st.integers(1, 512)),
+        predictor_loss_weight=draw(weight),
+        balance_loss_weight=draw(weight),
+        kv_capacity=draw(st.none() | st.just(1.0)),
+    )
+    num_experts = draw(st.integers(1, 8))
+    experts = dict(
+        strategy=draw(st.sampled_from(["expert_choice", "token_choice"])),
+        num_experts=num_experts,
+        num_noop=draw(st.integers(0, 3)),
+        per_token=draw(st.integers(1, num_experts)),
+        capacity=draw(share),
+        every=draw(st.integers(1, layers)),
+        width=draw(st.none() | st.integers(1, 100)),
+        aux_loss_weight=draw(weight),
+        predictor=draw(st.booleans()),
+        predictor_width=draw(st.integers(1, 512)),
+        predictor_loss_weight=draw(weight),
+        balance_loss_weight=draw(weight),
+    )
+    return dict(
+        vocab_size=draw(st.integers(1, 10**6)),
+        max_seq_len=draw(st.integers(8, 10**6)),
+        num_layers=layers,
+        width=heads * 2 * draw(st.integers(1, 64)),
+        num_heads=heads,
+        num_kv_heads=draw(st.sampled_from([None, 1, 2, heads])),
+        head_width=draw(st.none() | st.integers(1, 64).map(lambda n: 2 * n)),
+        mlp_width=draw(st.none() | st.integers(1, 1000)),
+        mlp=draw(st.sampled_from(["swiglu", "gelu"])),
+        qk_norm=draw(st.booleans()),
+        tied_head=draw(st.booleans()),
+        rope_theta=draw(st.floats(1e-3, 1e9)),
+        norm_eps=draw(st.floats(1e-12, 1.0)),
+        routing=routing,
+        experts=draw(st.sampled_from([experts, {}])),
+    )
+
+
+@given(trees())
+def test_every_text_form_round_trips_exactly(tree: dict[str, Any]) -> None:
+    config = ModelConfig.from_dict(tree)
+    for name in fields.document_fields(ModelConfig):
+        section, _, field = name.rpartition(".")
+        given_values = tree[section] if section else tree
+        if field in given_values:
+            assert _look_up(config, name) == given_values[field]
+    assert ModelConfig.from_toml(config.to_toml()) == config
+    assert ModelConfig.from_json(config.to_json()) == config
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    assert config.override({}) == config
+    flat = {name: _look_up(config, name) for name in fields.document_fields(ModelConfig)}
+    assert ModelConfig().override(flat) == config
+
+
+@given(trees())
+def test_derived_values_fit_together(tree: dict[str, Any]) -> None:
+    config = ModelConfig.from_dict(tree)
+    assert len(config.capacities) == len(config.routed_layers)
+    assert all(0 < capacity <= 1 for capacity in config.capacities)
+    assert all(0 <= layer < config.num_layers for layer in config.routed_layers)
+    twin = config.dense_twin()
+    assert twin.routed_layers == ()
+    assert (twin.experts, twin.shape) == (config.experts, config.shape)
+    selector = config.causal_selector
+    # experts may lack the predictor that the depth has
+    if selector == "router" or (selector is not None and config.experts.predictor):
+        assert config.find_selector_problem(selector) is None
+
+
+def _look_up(config: ModelConfig, dotted: str) -> Any:
+    value: Any = config
+    for part in dotted.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def test_every_field_is_documented() -> None:
+    docs = fields.document_fields(ModelConfig)
+    assert len(docs) > 35
+    assert [name for name, text in docs.items() if not text] == []

@@ -1,0 +1,112 @@
+"""One training step against the same step written out, and losses that fall."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from depthmix.nn import Transformer
+from depthmix.train.loss import IGNORE, language_model_loss, routing_loss
+from depthmix.train.step import TrainStep, _copy_state, _restore_state, compute_loss
+from variants import NAMES, gradients_of, make_config, make_model, make_tokens, pad_rows
+
+STRATEGIES = ["dense", "mod", "token_choice", "causal", "moe_token_choice", "mode_staged"]
+
+
+def make_batch(model: Transformer, seed: int = 1) -> tuple[Tensor, Tensor]:
+    tokens = make_tokens(model.config, 4, 17, seed=seed)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_is_the_sum_of_its_parts(name: str) -> None:
+    model = make_model(name, dtype=torch.float32)
+    tokens, documents = pad_rows(
+        [make_tokens(model.config, 16), make_tokens(model.config, 7)], "right"
+    )
+    targets = tokens.roll(-1, dims=1).masked_fill(documents < 0, IGNORE)
+    torch.manual_seed(0)
+    found = compute_loss(model, tokens, targets, documents)
+    torch.manual_seed(0)
+    output = model(tokens, document_ids=documents)
+    expected = language_model_loss(output.logits, targets)
+    routing = routing_loss(model.config, output.routings, output.expert_routings)
+    torch.testing.assert_close(found.language_model, expected.detach())
+    torch.testing.assert_close(found.total, expected + routing.loss)
+    torch.testing.assert_close(found.routing.loss, routing.loss.detach())
+    assert (found.routing.router is None) == (routing.router is None)
+    # only the total has a gradient
+    assert found.total.requires_grad
+    assert not found.routing.loss.requires_grad
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_step_equals_the_same_step_by_hand(name: str) -> None:
+    model = make_model(name)
+    twin = copy.deepcopy(model)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for seed in range(2):
+        tokens, targets = make_batch(model, seed)
+        found = step(tokens, targets)
+        expected = compute_loss(twin, tokens, targets)
+        twin.zero_grad()
+        expected.total.backward()
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+        torch.testing.assert_close(found.total, expected.total, rtol=1e-6, atol=0)
+    for (key, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7, msg=key)
+    # nothing is left to leak into the next step
+    assert all(grad is None for grad in gradients_of(model).values())
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_training_lowers_the_loss(name: str) -> None:
+    torch.manual_seed(0)
+    model = Transformer(make_config(name))
+    step = TrainStep(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    tokens, targets = make_batch(model)
+    losses = [step(tokens, targets).language_model.item() for _ in range(12)]
+    # it starts as a guess among 64 tokens
+    assert losses[0] == pytest.approx(4.16, abs=0.2)
+    assert losses[-1] < losses[0] - 0.4
+
+
+def test_precision_is_autocast() -> None:
+    model = make_model("mod", dtype=torch.float32)
+    twin = copy.deepcopy(model)
+    tokens, targets = make_batch(model)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), precision=torch.bfloat16)
+    found = step(tokens, targets).total
+    exact = compute_loss(twin, tokens, targets).total
+    assert found.dtype == torch.float32
+    assert found != exact
+    assert found.item() == pytest.approx(exact.item(), rel=0.1)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_warm_up_steps_can_be_undone() -> None:
+    """State that was there comes back; state that the steps made starts at zero."""
+    model = make_model("mod", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=False)
+    step = TrainStep(model, optimizer)
+    before = copy.deepcopy(model.state_dict())
+    saved = _copy_state(model, optimizer)
+    step(*make_batch(model))
+    _restore_state(optimizer, saved)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    made = [t for values in optimizer.state.values() for t in values.values()]
+    assert made
+    assert not any(t.any() for t in made)
+    step(*make_batch(model))
+    middle = copy.deepcopy(optimizer.state_dict())
+    saved = _copy_state(model, optimizer)
+    step(*make_batch(model, seed=2))
+    _restore_state(optimizer, saved)
+    for number, values in optimizer.state_dict()["state"].items():
+        for key, value in values.items():
+            assert torch.equal(value, middle["state"][number][key])
