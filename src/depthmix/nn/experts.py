@@ -81,16 +81,12 @@ class Experts(nn.Module):
         if self.config.strategy == "token_choice":
             pairs, chosen_BTC, kept_BTE = self._follow_tokens(probs_BTC, present, selector)
         else:
-            taken, taken_BTE = self._ask_experts(probs_BTE, present)
-            target_BTE = None if decoding else taken_BTE
-            pairs, kept_BTE = taken, taken_BTE
+            pairs, kept_BTE = self._ask_experts(probs_BTE, present)
+            target_BTE = None if decoding else kept_BTE
             if selector not in (None, "topk"):
                 use_router = selector == "router" or predicted_BTE is None
-                wanted = logits_BTC[..., :num_experts] if use_router else predicted_BTE
-                kept_BTE = wanted > 0 if present is None else (wanted > 0) & present[:, :, None]
-                expert_BTE = torch.arange(num_experts, device=x.device).expand_as(kept_BTE)
-                num_pairs = expert_BTE[0].numel()
-                pairs = _sort_pairs(expert_BTE, probs_BTE, kept_BTE, num_pairs, num_experts)
+                scores_BTE = logits_BTC[..., :num_experts] if use_router else predicted_BTE
+                pairs, kept_BTE = self._decide_each(scores_BTE, probs_BTE, present)
             chosen_BTC = kept_BTE
         return (
             self._compute(x, pairs),
@@ -116,6 +112,18 @@ class Experts(nn.Module):
         ends = torch.arange(1, num_experts + 1, device=probs.device, dtype=torch.int32) * rows_each
         taken = (kept.slot >= 0).unflatten(0, (num_experts, batch)).permute(1, 2, 0)
         return Pairs((row * num_tokens + kept.index).flatten(), weight.flatten(), ends), taken
+
+    def _decide_each(
+        self,
+        scores: Float[Tensor, "B T E"],
+        probs: Float[Tensor, "B T E"],
+        present: Bool[Tensor, "B T"] | None,
+    ) -> tuple[Pairs, Bool[Tensor, "B T E"]]:
+        """Each expert takes the tokens whose own score for it is positive: the rule of sampling."""
+        kept_BTE = scores > 0 if present is None else (scores > 0) & present[:, :, None]
+        expert_BTE = torch.arange(scores.shape[2], device=scores.device).expand_as(kept_BTE)
+        num_places = scores.shape[1] * scores.shape[2]
+        return _sort_pairs(expert_BTE, probs, kept_BTE, num_places, scores.shape[2]), kept_BTE
 
     def _follow_tokens(
         self,
