@@ -116,6 +116,11 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         fields.coerce(self, "experts.")
 
+    @property
+    def has_predictor(self) -> bool:
+        """Whether blocks with experts carry a predictor."""
+        return self.predictor and self.strategy == "expert_choice"
+
 
 class Shape(NamedTuple):
     """A model's widths with every empty field filled in."""

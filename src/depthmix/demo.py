@@ -19,7 +19,7 @@ from torch import Tensor
 from depthmix.config import ModelConfig
 from depthmix.describe import describe_model, list_presets, load_model, print_tables
 from depthmix.nn import Transformer
-from depthmix.train.loss import language_model_loss, routing_loss
+from depthmix.train.step import TrainStep
 
 LEARNING_RATE = 1e-3
 
@@ -73,17 +73,12 @@ def run_demo(
 def train_steps(config: ModelConfig, tokens: Tensor, num_steps: int) -> Iterator[Step]:
     """Fit a fresh model to predict each token of one batch from those before it."""
     model = Transformer(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    train_step = TrainStep(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     for _ in range(num_steps):
         start = time.perf_counter()
-        output = model(inputs)
-        language_loss = language_model_loss(output.logits, targets)
-        extra = routing_loss(config, output.routings, output.expert_routings)
-        optimizer.zero_grad()
-        (language_loss + extra.loss).backward()
-        optimizer.step()
-        yield Step(language_loss.item(), time.perf_counter() - start)
+        loss = train_step(inputs, targets).language_model.item()
+        yield Step(loss, time.perf_counter() - start)
 
 
 def _train_both(

@@ -196,7 +196,7 @@ def _matrix_sizes(config: ModelConfig) -> _Sizes:
     # SwiGLU has two input matrices beside the output's, GELU one
     mlp_matrices = 3 if config.mlp == "swiglu" else 2
     query = width * config.num_heads * shape.head_width
-    predicts = experts.strategy == "expert_choice" and experts.predictor
+    predicts = experts.has_predictor
     return _Sizes(
         query=query,
         key_value=2 * width * shape.num_kv_heads * shape.head_width,

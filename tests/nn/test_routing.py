@@ -15,7 +15,6 @@ from depthmix.nn.routing import (
     Routing,
     apply_gate,
     causal,
-    early_exit,
     expert_choice,
     keep_all,
     stochastic,
@@ -195,7 +194,7 @@ def test_early_exit_sets_nest(seed: int, padded: bool) -> None:
     candidates, previous, before = Candidates(present=present), None, None
     for capacity in (0.8, 0.5, 0.5, 0.2):
         scores = torch.randn(3, 16, generator=made)
-        kept = early_exit(scores, capacity, candidates, previous)
+        kept = expert_choice(scores, capacity, survivors(candidates, previous))
         inside = kept.slot >= 0
         for row in range(3):
             num_real = 16 if present is None else int(present[row].sum())

@@ -45,12 +45,14 @@ class Decider(nn.Module):
         if self.config.strategy == "early_exit":
             candidates = rules.survivors(candidates, previous)
         # decisions are not differentiable: the gate and the losses carry the gradient
-        kept = self.keep(logits_BT.detach(), predicted_BT, candidates, selector)
+        scores_BT = logits_BT.detach()
+        foreseen_BT = scores_BT if predicted_BT is None else predicted_BT.detach()
+        kept = self.keep(scores_BT, foreseen_BT, candidates, selector)
         target_BT = None
         if not decoding and self.config.has_target:
             topk = kept
             if selector not in (None, "topk") or self.config.strategy == "causal":
-                topk = rules.expert_choice(logits_BT.detach(), self.capacity, candidates)
+                topk = rules.expert_choice(scores_BT, self.capacity, candidates)
             target_BT = topk.slot >= 0
         x_BKD = gather_tokens(x, kept.index, kept.slot)
         # scored again from the gathered tokens: the gate's gradient then stays among them, where
@@ -77,25 +79,25 @@ class Decider(nn.Module):
 
     def keep(
         self,
-        logits: Float[Tensor, "B T"],
-        predicted: Float[Tensor, "B T"] | None,
+        scores: Float[Tensor, "B T"],
+        foreseen: Float[Tensor, "B T"],
         candidates: Candidates,
         selector: str | None,
     ) -> Kept:
-        """The tokens that get a place: by the strategy's own rule, or by a named selector."""
+        """The tokens that get a place: by the strategy's own rule, or by a named selector.
+
+        `foreseen` are the predictor's scores, or the router's again where there is none.
+        """
         strategy = self.config.strategy
         if selector == "all":
-            return rules.keep_all(logits, candidates)
+            return rules.keep_all(scores, candidates)
         if selector in ("predictor", "router"):
-            scores = (
-                predicted.detach() if selector == "predictor" and predicted is not None else logits
-            )
-            return rules.causal(scores, candidates)
+            return rules.causal(foreseen if selector == "predictor" else scores, candidates)
         if strategy == "stochastic":
-            return rules.stochastic(logits, self.capacity, candidates)
+            return rules.stochastic(scores, self.capacity, candidates)
         if selector == "topk" or strategy in ("expert_choice", "early_exit"):
-            return rules.expert_choice(logits, self.capacity, candidates)
-        scores = predicted.detach() if strategy == "causal" and predicted is not None else logits
+            return rules.expert_choice(scores, self.capacity, candidates)
+        scores = foreseen if strategy == "causal" else scores
         return rules.token_choice(scores, self.capacity, candidates, self.reserved)
 
 

@@ -14,7 +14,7 @@ from depthmix.config import ModelConfig, num_kept
 from depthmix.kernels import compute_type, multiply_groups, pack_tokens
 from depthmix.nn.layers import activate, input_width
 from depthmix.nn.router import Predictor, Router
-from depthmix.nn.routing import Candidates, expert_choice
+from depthmix.nn.routing import Candidates, count_share, expert_choice
 
 
 class ExpertRouting(NamedTuple):
@@ -58,7 +58,7 @@ class Experts(nn.Module):
         self.config, self.kind = experts, config.mlp
         self.router = Router(config.width, experts.num_experts + experts.num_noop)
         self.predictor = None
-        if experts.strategy == "expert_choice" and experts.predictor:
+        if experts.has_predictor:
             self.predictor = Predictor(config.width, experts.predictor_width, experts.num_experts)
         columns = input_width(hidden, config.mlp)
         self.w_in = nn.Parameter(torch.empty(experts.num_experts, config.width, columns))
@@ -81,12 +81,15 @@ class Experts(nn.Module):
         if self.config.strategy == "token_choice":
             pairs, chosen_BTC, kept_BTE = self._follow_tokens(probs_BTC, present, selector)
         else:
-            pairs, kept_BTE = self._ask_experts(probs_BTE, present)
-            target_BTE = None if decoding else kept_BTE
-            if selector not in (None, "topk"):
+            if selector in (None, "topk"):
+                pairs, kept_BTE = self._ask_experts(probs_BTE, present)
+                target_BTE = None if decoding else kept_BTE
+            else:
                 use_router = selector == "router" or predicted_BTE is None
                 scores_BTE = logits_BTC[..., :num_experts] if use_router else predicted_BTE
                 pairs, kept_BTE = self._decide_each(scores_BTE, probs_BTE, present)
+                if not decoding:
+                    _, target_BTE = self._ask_experts(probs_BTE, present)
             chosen_BTC = kept_BTE
         return (
             self._compute(x, pairs),
@@ -139,12 +142,9 @@ class Experts(nn.Module):
             wanted_BTn = wanted_BTn & present[:, :, None]
         if selector in (None, "topk") and config.capacity < config.per_token:
             num_places = num_kept(config.capacity, num_tokens)
-            limit = num_places
-            if present is not None:
-                share = present.sum(dim=1).double() * config.capacity - 1e-9
-                limit = share.ceil().long()[:, None, None]
-            order_BTn = wanted_BTn.flatten(1).cumsum(dim=1).view_as(wanted_BTn)
-            wanted_BTn = wanted_BTn & (order_BTn <= limit)
+            limit = count_share(config.capacity, present, num_tokens)
+            fits_BP = wanted_BTn.flatten(1).cumsum(dim=1) <= limit
+            wanted_BTn = wanted_BTn & fits_BP.view_as(wanted_BTn)
         else:
             # sampling has no limit: one that depends on the length would let the future decide
             num_places = num_tokens * config.per_token

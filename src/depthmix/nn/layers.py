@@ -16,8 +16,12 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def normalize_rms(x: Float[Tensor, "... D"], eps: float) -> Float[Tensor, "... D"]:
     """Divide by the root mean square over the last dimension, in float32 or wider."""
-    wide = at_least_float32(x)
-    return wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return at_least_float32(x) * invert_rms(x, eps)
+
+
+def invert_rms(x: Float[Tensor, "... D"], eps: float) -> Float[Tensor, "... 1"]:
+    """One over the root mean square over the last dimension, in float32 or wider."""
+    return torch.rsqrt(at_least_float32(x).square().mean(dim=-1, keepdim=True) + eps)
 
 
 class RMSNorm(nn.Module):

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthmix.kernels import stop_autocast
-from depthmix.nn.layers import at_least_float32, normalize_rms
+from depthmix.nn.layers import at_least_float32, invert_rms, normalize_rms
 
 EPS = 1e-6
 
@@ -50,8 +50,7 @@ class Predictor(nn.Module):
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T scores"]:
         x = x.detach()
         # (W·x) / rms(x) is W·(x / rms(x)) without a normalised copy of x
-        scale_BT1 = torch.rsqrt(at_least_float32(x).square().mean(dim=-1, keepdim=True) + EPS)
-        hidden = F.gelu(self.w_in(x) * scale_BT1)
+        hidden = F.gelu(self.w_in(x) * invert_rms(x, EPS))
         if self.w_out.weight.shape[0] == 1 and torch.compiler.is_compiling():
             # see Router.forward
             return (hidden * self.w_out.weight[0]).sum(dim=-1, keepdim=True) + self.w_out.bias

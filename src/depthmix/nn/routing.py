@@ -76,7 +76,7 @@ def expert_choice(scores: Float[Tensor, "B T"], capacity: float, candidates: Can
         scores = scores.masked_fill(candidates.forced, torch.inf)
     if allowed_BT is not None:
         scores = scores.masked_fill(~allowed_BT, -torch.inf)
-        limit = _count_share(capacity, candidates.present, scores.shape[1])
+        limit = count_share(capacity, candidates.present, scores.shape[1])
         counts_B = allowed_BT.sum(dim=1, keepdim=True).clamp(max=limit).squeeze(1)
     index_BK, slot_BT = select_topk(scores, num_places, counts_B)
     if counts_B is None:
@@ -90,15 +90,8 @@ def stochastic(scores: Float[Tensor, "B T"], capacity: float, candidates: Candid
     return expert_choice(torch.randn_like(scores), capacity, candidates)
 
 
-def early_exit(
-    scores: Float[Tensor, "B T"], capacity: float, candidates: Candidates, previous: Routing | None
-) -> Kept:
-    """Top-k among the tokens that the previous routed block kept: who leaves does not return."""
-    return expert_choice(scores, capacity, survivors(candidates, previous))
-
-
 def survivors(candidates: Candidates, previous: Routing | None) -> Candidates:
-    """The candidates that the previous routed block kept."""
+    """Early exit: only what the previous routed block kept; who leaves does not return."""
     if previous is None:
         return candidates
     return Candidates(candidates.present, candidates.forced, alive=previous.slot >= 0)
@@ -112,10 +105,10 @@ def token_choice(
     `reserved` is the share of places that wait for forced tokens, so that nobody crowds them out.
     """
     kept_BT, num_tokens = _want(scores, candidates), scores.shape[1]
-    limit = _count_share(capacity, candidates.present, num_tokens)
+    limit = count_share(capacity, candidates.present, num_tokens)
     if candidates.forced is not None:
         others_BT = kept_BT & ~candidates.forced
-        room = limit - _count_share(reserved, candidates.present, num_tokens)
+        room = limit - count_share(reserved, candidates.present, num_tokens)
         kept_BT = kept_BT & (candidates.forced | (others_BT.cumsum(dim=1) <= room))
     return _pack(kept_BT & (kept_BT.cumsum(dim=1) <= limit), num_kept(capacity, num_tokens))
 
@@ -162,7 +155,7 @@ def _pack(kept: Bool[Tensor, "B T"], num_places: int) -> Kept:
     return Kept(index_BK, slot_BT, place_K < kept.sum(dim=1, keepdim=True))
 
 
-def _count_share(
+def count_share(
     share: float, present: Bool[Tensor, "B T"] | None, num_tokens: int
 ) -> int | Int[Tensor, "B 1"]:
     """ceil(share·T), T being each row's real tokens; one number where all are."""

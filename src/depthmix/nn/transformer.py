@@ -172,10 +172,9 @@ class Transformer(nn.Module):
         if cache is not None:
             next_positions_BT = cache.advance(num_rows, num_tokens, present_BT)
             positions = next_positions_BT if positions is None else positions
-        if positions is not None:
-            phase = look_up_phases(self.phase_table, positions)
-        elif document_ids is not None:
+        if positions is None and document_ids is not None:
             positions = count_positions(document_ids)
+        if positions is not None:
             phase = look_up_phases(self.phase_table, positions)
         else:
             positions = torch.arange(num_tokens, device=tokens.device)[None]
