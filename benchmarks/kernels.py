@@ -2,10 +2,8 @@
 
     python benchmarks/kernels.py
 
-The kernels of `depthmix.kernels.triton` must win here to stay. The two candidates in this file,
-gather + RMSNorm on the way into a routed block and gate + scatter-add on the way out, are held
-against `depthmix.kernels.inverse`, which is plain torch. Every candidate is checked before it is
-timed. Times are medians of CUDA-graph replays.
+The kernels of `depthmix.kernels.triton` must win here to stay. Each is checked before it is timed.
+Times are medians of CUDA-graph replays.
 """
 
 import platform
@@ -13,105 +11,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.testing import do_bench
 
-from depthmix.kernels import cross_entropy, inverse, linear_cross_entropy, reference
+from depthmix.kernels import cross_entropy, linear_cross_entropy, reference
 from depthmix.kernels import triton as kernels
-from depthmix.nn.layers import normalize_rms
 
-EPS = 1e-6
 SHAPES = {"large": (16, 2048, 1024, 256, 32768), "small": (32, 1024, 512, 128, 16384)}
-
-
-@triton.jit
-def _gather_norm(
-    x, index, weight, gathered, normed, num_tokens, num_kept, width, eps, block: tl.constexpr
-):
-    place = tl.program_id(0).to(tl.int64)
-    token = (place // num_kept) * num_tokens + tl.load(index + place)
-    lane = tl.arange(0, block)
-    inside = lane < width
-    row = tl.load(x + token * width + lane, mask=inside, other=0.0)
-    tl.store(gathered + place * width + lane, row, mask=inside)
-    wide = row.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide) / width + eps)
-    tl.store(
-        normed + place * width + lane,
-        wide * scale * tl.load(weight + lane, mask=inside),
-        mask=inside,
-    )
-
-
-@triton.jit
-def _gather_norm_grad(
-    gathered,
-    weight,
-    slot,
-    grad_gathered,
-    grad_normed,
-    grad_x,
-    num_tokens,
-    num_kept,
-    width,
-    eps,
-    block: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    place = tl.load(slot + token)
-    lane = tl.arange(0, block)
-    inside = lane < width
-    total = tl.zeros((block,), dtype=tl.float32)
-    if place >= 0:
-        here = ((token // num_tokens) * num_kept + place) * width + lane
-        row = tl.load(gathered + here, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(row * row) / width + eps)
-        unit = row * scale
-        inner = tl.load(grad_normed + here, mask=inside, other=0.0).to(tl.float32)
-        inner *= tl.load(weight + lane, mask=inside, other=0.0)
-        total = tl.load(grad_gathered + here, mask=inside, other=0.0).to(tl.float32)
-        total += scale * (inner - unit * (tl.sum(inner * unit) / width))
-    tl.store(grad_x + token * width + lane, total, mask=inside)
-
-
-@triton.jit
-def _scatter_add(x, update, weight, slot, out, num_tokens, num_kept, width, block: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    place = tl.load(slot + token)
-    lane = tl.arange(0, block)
-    inside = lane < width
-    row = tl.load(x + token * width + lane, mask=inside, other=0.0).to(tl.float32)
-    if place >= 0:
-        here = (token // num_tokens) * num_kept + place
-        row += tl.load(weight + here) * tl.load(
-            update + here * width + lane, mask=inside, other=0.0
-        )
-    tl.store(out + token * width + lane, row, mask=inside)
-
-
-@triton.jit
-def _scatter_add_grad(
-    grad,
-    update,
-    weight,
-    index,
-    grad_update,
-    grad_weight,
-    num_tokens,
-    num_kept,
-    width,
-    block: tl.constexpr,
-):
-    place = tl.program_id(0).to(tl.int64)
-    token = (place // num_kept) * num_tokens + tl.load(index + place)
-    lane = tl.arange(0, block)
-    inside = lane < width
-    row = tl.load(grad + token * width + lane, mask=inside, other=0.0).to(tl.float32)
-    tl.store(grad_update + place * width + lane, row * tl.load(weight + place), mask=inside)
-    old = tl.load(update + place * width + lane, mask=inside, other=0.0).to(tl.float32)
-    tl.store(grad_weight + place, tl.sum(row * old))
 
 
 def time_graph(function: Callable[[], object]) -> float:
@@ -192,80 +98,6 @@ def compare_all(shape: str) -> None:
         ),
         lambda: list(torch.autograd.grad(plain_loss(hidden, head), (hidden, head))),
     )
-    compare_candidates(shape, scores)
-
-
-def compare_candidates(shape: str, scores: Tensor) -> None:
-    rows, tokens, width, kept, _ = SHAPES[shape]
-    half = {"device": "cuda", "dtype": torch.bfloat16}
-    index, slot = kernels.select_topk(scores, kept)
-    x, update = torch.randn(rows, tokens, width, **half), torch.randn(rows, kept, width, **half)
-    scale, weight = torch.rand(width, device="cuda"), torch.randn(rows, kept, device="cuda")
-    grad_x = torch.randn(rows, tokens, width, **half)
-    grads = [torch.randn(rows, kept, width, **half) for _ in range(2)]
-    sizes = (tokens, kept, width)
-    block = triton.next_power_of_2(width)
-
-    @torch.compile(fullgraph=True)
-    def way_in(x: Tensor) -> tuple[Tensor, Tensor]:
-        gathered = inverse.gather_tokens(x, index, slot)
-        return gathered, (normalize_rms(gathered, EPS) * scale).to(x.dtype)
-
-    def triton_in() -> list[Tensor]:
-        out = [torch.empty(rows, kept, width, **half) for _ in range(2)]
-        _gather_norm[(rows * kept,)](x, index, scale, *out, *sizes, EPS, block=block)
-        return out
-
-    gathered = inverse.take_rows(x, index)
-
-    @torch.compile(fullgraph=True)
-    def way_in_grad(grad_gathered: Tensor, grad_normed: Tensor) -> Tensor:
-        wide = gathered.float()
-        factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
-        unit, inner = wide * factor, grad_normed.float() * scale
-        total = grad_gathered + factor * (inner - unit * (inner * unit).mean(-1, keepdim=True))
-        return inverse.take_placed(total.to(x.dtype), slot)
-
-    def triton_in_grad() -> list[Tensor]:
-        out = torch.empty_like(x)
-        _gather_norm_grad[(rows * tokens,)](
-            gathered, scale, slot, *grads, out, *sizes, EPS, block=block
-        )
-        return [out]
-
-    @torch.compile(fullgraph=True)
-    def way_out(x: Tensor, update: Tensor, weight: Tensor) -> Tensor:
-        return inverse.scatter_add_tokens(x, update, weight, index, slot)
-
-    def triton_out() -> list[Tensor]:
-        out = torch.empty_like(x)
-        _scatter_add[(rows * tokens,)](x, update, weight, slot, out, *sizes, block=block)
-        return [out]
-
-    @torch.compile(fullgraph=True)
-    def way_out_grad(grad: Tensor) -> tuple[Tensor, Tensor]:
-        taken = inverse.take_rows(grad, index).float()
-        return (taken * weight[..., None]).to(x.dtype), (taken * update).sum(-1)
-
-    def triton_out_grad() -> list[Tensor]:
-        out, out_weight = torch.empty_like(update), torch.empty_like(weight)
-        _scatter_add_grad[(rows * kept,)](
-            grad_x, update, weight, index, out, out_weight, *sizes, block=block
-        )
-        return [out, out_weight]
-
-    with torch.no_grad():
-        compare("gather + RMSNorm (candidate)", shape, triton_in, lambda: list(way_in(x)))
-        compare("its gradient (candidate)", shape, triton_in_grad, lambda: [way_in_grad(*grads)])
-        compare(
-            "gate + scatter-add (candidate)",
-            shape,
-            triton_out,
-            lambda: [way_out(x, update, weight)],
-        )
-        compare(
-            "its gradient (candidate)", shape, triton_out_grad, lambda: list(way_out_grad(grad_x))
-        )
 
 
 if __name__ == "__main__":

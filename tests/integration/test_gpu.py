@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from depthmix.kernels import linear_cross_entropy, multiply_groups, reference
+from depthmix.kernels import linear, linear_cross_entropy, multiply_groups, reference
 from depthmix.nn import Transformer
 from depthmix.train.loss import IGNORE
 from depthmix.train.step import TrainStep, compute_loss
@@ -114,6 +114,46 @@ def test_grouped_product() -> None:
     truth_grads = torch.autograd.grad(truth, truth_inputs, grad.double())
     for value, expected in zip((ours, *grads), (truth, *truth_grads), strict=True):
         assert relative_error(value, expected) < 1e-2
+
+
+def test_linear_keeps_the_weights_gradient_in_float32() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 50, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(32, 64, device="cuda", requires_grad=True)
+    grad = torch.randn(3, 50, 32, device="cuda", dtype=torch.bfloat16)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        ours = linear(x, weight)
+    grads = torch.autograd.grad(ours, (x, weight), grad)
+    inputs = [x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
+    truth = F.linear(inputs[0], inputs[1])
+    truth_grads = torch.autograd.grad(truth, inputs, grad.double())
+    assert ours.dtype == torch.bfloat16
+    assert grads[1].dtype == torch.float32
+    assert relative_error(ours, truth) < 1e-2
+    assert relative_error(grads[0], truth_grads[0]) < 1e-2
+    # its inputs are exact in bf16: a gradient rounded to bf16 would be off by 2e-3
+    assert relative_error(grads[1], truth_grads[1]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["dense", "mod", "token_choice"])
+def test_compiled_attention_stays_inside_documents(name: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Transformer(make_config(name, max_seq_len=300, width=64)).cuda()
+    tokens = torch.randint(0, model.config.vocab_size, (3, 301), device="cuda")
+    documents = (torch.rand(3, 300, device="cuda") < 0.02).cumsum(1)
+    documents[1, 280:] = -1
+    inputs = (model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), documents)
+    losses, grads = [], []
+    for function in (compute_loss, torch.compile(compute_loss, fullgraph=True)):
+        model.zero_grad()
+        result = function(*inputs)
+        result.total.backward()
+        losses.append(result.total.detach())
+        parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        grads.append(torch.cat(parts))
+    assert relative_error(losses[1], losses[0]) < 1e-4
+    assert relative_error(grads[1], grads[0]) < 1e-2
 
 
 @pytest.mark.parametrize("name", VARIANTS)

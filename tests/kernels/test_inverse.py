@@ -52,8 +52,8 @@ def run_both(batch: int, length: int, places: int, width: int, full: bool, seed:
     results = []
     for kernels in (inverse, reference):
         x, update, weight = (v.clone().requires_grad_() for v in values.values())
-        taken = kernels.gather_tokens(x, index, slot)
-        summed = kernels.scatter_add_tokens(x.sin(), update, weight, index, slot)
+        taken, rest = kernels.gather_tokens(x, index, slot)
+        summed = kernels.scatter_add_tokens(rest.sin(), update, weight, index, slot)
         ((taken * pulled).sum() + (summed * upstream).sum()).backward()
         results.append([taken, summed, x.grad, update.grad, weight.grad])
     return results
@@ -99,9 +99,9 @@ def test_mixed_types_keep_their_gradients_types(dtype: torch.dtype) -> None:
     index, slot = reference.select_topk(torch.randn(2, 8), 3)
     x = torch.randn(2, 8, 64, dtype=dtype, requires_grad=True)
     weight = torch.randn(2, 3, requires_grad=True)
-    update = inverse.gather_tokens(x, index, slot)
+    update, rest = inverse.gather_tokens(x, index, slot)
     update.retain_grad()
-    summed = inverse.scatter_add_tokens(x, update, weight, index, slot)
+    summed = inverse.scatter_add_tokens(rest, update, weight, index, slot)
     truth = reference.scatter_add_tokens(x, update, weight, index, slot)
     assert torch.equal(summed, truth)
     assert summed.dtype == dtype

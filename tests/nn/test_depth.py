@@ -340,7 +340,7 @@ def test_gradients_of_the_heads() -> None:
     """The gate carries the gradient to the router and its input; the predictor listens only."""
     decider, _ = decide("mod", None)
     x = make_x(requires_grad=True)
-    _, _, routing = decider(x, make_place(), Candidates())
+    routing = decider(x, make_place(), Candidates())[-1]
     assert routing.predictor_logits is not None
     routing.weight.sum().backward(retain_graph=True)
     assert x.grad is not None

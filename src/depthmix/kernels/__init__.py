@@ -12,12 +12,14 @@ from depthmix.kernels import reference
 from depthmix.kernels.cross_entropy import linear_cross_entropy, mean_cross_entropy
 from depthmix.kernels.grouped import multiply_groups
 from depthmix.kernels.inverse import gather_tokens, scatter_add_tokens
+from depthmix.kernels.linear import linear
 from depthmix.kernels.precision import compute_type, stop_autocast
 from depthmix.kernels.reference import pack_tokens, rotate_heads
 
 __all__ = [
     "compute_type",
     "gather_tokens",
+    "linear",
     "linear_cross_entropy",
     "mean_cross_entropy",
     "multiply_groups",

@@ -1,8 +1,10 @@
-"""Gather and scatter-add as gathers in both directions, for `torch.compile` to fuse.
+"""Gather and scatter-add without full-size buffers, for `torch.compile` to fuse.
 
-The backward pass of a gather is a scatter-add into zeros: a full-size buffer, atomic additions,
-no fusion. A routing knows its own inverse, `slot_BT`, so each pass can instead *read* what belongs
-to a token. Inductor then merges the reads into the norms, gates and residual sums around them.
+Autograd's backward pass of a gather is a scatter-add into zeros: a full-size buffer, atomic
+additions, no fusion. A routing knows its own inverse, `slot_BT`, so the way out can *read* what
+belongs to a token, and inductor merges those reads with the norms and sums around them. And the
+way in hands the stream on, so that its gradient can be changed where tokens were taken and nowhere
+else: no index appears twice, and inductor then writes the K rows in place.
 """
 
 from typing import Any
@@ -25,14 +27,19 @@ def take_placed(x: Float[Tensor, "B K D"], slot: Int[Tensor, "B T"]) -> Float[Te
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, index_BK: Tensor, slot_BT: Tensor) -> Tensor:
-        ctx.save_for_backward(slot_BT)
-        return take_rows(x_BTD, index_BK)
+    def forward(
+        ctx: Any, x_BTD: Tensor, index_BK: Tensor, slot_BT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(index_BK, slot_BT)
+        return take_rows(x_BTD, index_BK), x_BTD.view_as(x_BTD)
 
     @staticmethod
-    def backward(ctx: Any, grad_BKD: Tensor) -> tuple[Tensor, None, None]:
-        (slot_BT,) = ctx.saved_tensors
-        return take_placed(grad_BKD, slot_BT), None, None
+    def backward(ctx: Any, grad_BKD: Tensor, grad_BTD: Tensor) -> tuple[Tensor, None, None]:
+        index_BK, slot_BT = ctx.saved_tensors
+        placed_BK1 = (slot_BT.gather(1, index_BK) >= 0)[:, :, None]
+        row_B1 = torch.arange(index_BK.shape[0], device=index_BK.device)[:, None]
+        total_BKD = take_rows(grad_BTD, index_BK) + torch.where(placed_BK1, grad_BKD, 0)
+        return grad_BTD.index_put((row_B1, index_BK), total_BKD), None, None
 
 
 class _ScatterAdd(torch.autograd.Function):
@@ -55,7 +62,7 @@ class _ScatterAdd(torch.autograd.Function):
 
 def gather_tokens(
     x: Float[Tensor, "B T D"], index: Int[Tensor, "B K"], slot: Int[Tensor, "B T"]
-) -> Float[Tensor, "B K D"]:
+) -> tuple[Float[Tensor, "B K D"], Float[Tensor, "B T D"]]:
     """See `reference.gather_tokens`; gradients of empty places are dropped."""
     return _Gather.apply(x, index, slot)
 

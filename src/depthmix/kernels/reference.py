@@ -39,11 +39,14 @@ def pack_tokens(kept: Tensor, num_places: int) -> tuple[Int[Tensor, "B K"], Int[
 
 def gather_tokens(
     x: Float[Tensor, "B T D"], index: Int[Tensor, "B K"], slot: Int[Tensor, "B T"]
-) -> Float[Tensor, "B K D"]:
-    """The rows of `x` at `index`, `slot` being its inverse; empty places pass no gradient back."""
+) -> tuple[Float[Tensor, "B K D"], Float[Tensor, "B T D"]]:
+    """The rows of `x` at `index`, `slot` being its inverse, and `x` itself to go on with.
+
+    Empty places pass no gradient back.
+    """
     x_BKD = x.gather(1, index[:, :, None].expand(-1, -1, x.shape[2]))
     placed_BK = slot.gather(1, index) >= 0
-    return torch.where(placed_BK[:, :, None], x_BKD, x_BKD.detach())
+    return torch.where(placed_BK[:, :, None], x_BKD, x_BKD.detach()), x
 
 
 def scatter_add_tokens(

@@ -38,8 +38,8 @@ class Decider(nn.Module):
         selector: str | None = None,
         previous: Routing | None = None,
         decoding: bool = False,
-    ) -> tuple[Float[Tensor, "B K D"], Place, Routing]:
-        """The kept tokens, their places, and what was decided."""
+    ) -> tuple[Float[Tensor, "B K D"], Float[Tensor, "B T D"], Place, Routing]:
+        """The kept tokens, the stream to add to, the tokens' places, and what was decided."""
         logits_BT = self.router(x).squeeze(-1)
         predicted_BT = None if self.predictor is None else self.predictor(x).squeeze(-1)
         if self.config.strategy == "early_exit":
@@ -54,7 +54,7 @@ class Decider(nn.Module):
             if selector not in (None, "topk") or self.config.strategy == "causal":
                 topk = rules.expert_choice(scores_BT, self.capacity, candidates)
             target_BT = topk.slot >= 0
-        x_BKD = gather_tokens(x, kept.index, kept.slot)
+        x_BKD, x = gather_tokens(x, kept.index, kept.slot)
         # scored again from the gathered tokens: the gate's gradient then stays among them, where
         # by way of logits_BT it would touch every token
         weight_BK = rules.apply_gate(self.config.gate, self.router(x_BKD).squeeze(-1))
@@ -64,6 +64,7 @@ class Decider(nn.Module):
             weight_BK = weight_BK * valid_BK
         return (
             x_BKD,
+            x,
             place.take(kept.index, kept.valid),
             Routing(
                 index=kept.index,
@@ -129,7 +130,7 @@ class MixtureOfDepths(nn.Module):
             forced_BT = (place.positions < self.first_tokens).expand(x.shape[:2])
         candidates = Candidates(present=place.valid, forced=forced_BT)
         decoding = cache is not None
-        x_BKD, place_BK, routing = self.decider(
+        x_BKD, x, place_BK, routing = self.decider(
             x, place, candidates, selector=selector, previous=previous, decoding=decoding
         )
         memory = None
@@ -138,7 +139,7 @@ class MixtureOfDepths(nn.Module):
             queries_BT = routing.slot >= 0
             forced_BT = queries_BT if forced_BT is None else forced_BT | queries_BT
             candidates = Candidates(present=place.valid, forced=forced_BT)
-            x_BMD, place_BM, kv_routing = self.kv_decider(
+            x_BMD, x, place_BM, kv_routing = self.kv_decider(
                 x, place, candidates, selector=selector, decoding=decoding
             )
             memory = Memory(x_BMD, place_BM, kv_routing.weight)

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from depthmix.kernels import linear
+
 
 def at_least_float32(x: Tensor) -> Tensor:
     """`x` in float32, or in its own type where that is wider."""
@@ -44,6 +46,16 @@ def make_phase_table(num_positions: int, head_width: int, theta: float) -> Tenso
     return torch.stack([angle_Th.cos(), angle_Th.sin()], dim=1).float()
 
 
+class Linear(nn.Linear):
+    """A matrix without bias; its gradient keeps the weight's own precision."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__(width_in, width_out, bias=False)
+
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B F"]:
+        return linear(x, self.weight)
+
+
 class MLP(nn.Module):
     """SwiGLU or GELU feed-forward layer."""
 
@@ -51,9 +63,9 @@ class MLP(nn.Module):
         super().__init__()
         # two matrices and not one: the gradient of a split is a concatenation, which costs more
         # than the larger product saves
-        self.w_gate = nn.Linear(width, hidden, bias=False) if kind == "swiglu" else None
-        self.w_up = nn.Linear(width, hidden, bias=False)
-        self.w_out = nn.Linear(hidden, width, bias=False)
+        self.w_gate = Linear(width, hidden) if kind == "swiglu" else None
+        self.w_up = Linear(width, hidden)
+        self.w_out = Linear(hidden, width)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         if self.w_gate is None:

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthmix.kernels import stop_autocast
-from depthmix.nn.layers import at_least_float32, invert_rms, normalize_rms
+from depthmix.nn.layers import Linear, at_least_float32, invert_rms, normalize_rms
 
 EPS = 1e-6
 
@@ -44,7 +44,7 @@ class Predictor(nn.Module):
 
     def __init__(self, width: int, hidden: int, num_scores: int = 1) -> None:
         super().__init__()
-        self.w_in = nn.Linear(width, hidden, bias=False)
+        self.w_in = Linear(width, hidden)
         self.w_out = nn.Linear(hidden, num_scores)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T scores"]:
