@@ -13,7 +13,10 @@ SRC = ROOT / "src" / "depthmix"
 SOURCES = sorted(SRC.rglob("*.py"))
 
 # planning and reporting: present modules among these must load without torch
-NO_TORCH = ("config", "fields", "rules", "flops", "describe", "rundir", "sweep", "report")
+NO_TORCH = (
+    *("config", "fields", "rules", "flops", "describe", "plot", "recipe", "rundir"),
+    *("sweep", "report"),
+)
 
 # files over the cap on purpose: path below src/depthmix -> why
 LONG_FILES: dict[str, str] = {}

@@ -94,9 +94,9 @@ def test_warm_up_steps_can_be_undone() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=False)
     step = TrainStep(model, optimizer)
     before = copy.deepcopy(model.state_dict())
-    saved = _copy_state(model, optimizer)
+    saved = _copy_state(model, [optimizer])
     step(*make_batch(model))
-    _restore_state(optimizer, saved)
+    _restore_state([optimizer], saved)
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
     made = [t for values in optimizer.state.values() for t in values.values()]
@@ -104,9 +104,49 @@ def test_warm_up_steps_can_be_undone() -> None:
     assert not any(t.any() for t in made)
     step(*make_batch(model))
     middle = copy.deepcopy(optimizer.state_dict())
-    saved = _copy_state(model, optimizer)
+    saved = _copy_state(model, [optimizer])
     step(*make_batch(model, seed=2))
-    _restore_state(optimizer, saved)
+    _restore_state([optimizer], saved)
     for number, values in optimizer.state_dict()["state"].items():
         for key, value in values.items():
             assert torch.equal(value, middle["state"][number][key])
+
+
+def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
+    results = []
+    for accumulate in (1, 2, 4):
+        model = make_model("mod")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        result = TrainStep(model, optimizer, accumulate=accumulate)(*make_batch(model))
+        results.append((result.total, torch.cat([p.flatten() for p in model.parameters()])))
+    for total, weights in results[1:]:
+        torch.testing.assert_close(total, results[0][0])
+        torch.testing.assert_close(weights, results[0][1])
+
+
+def test_clipping_bounds_the_update_and_tells_the_norm() -> None:
+    updates, norms = [], []
+    for clip in (1e9, 0.01):
+        model = make_model("mod")
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), clip=clip)
+        norm = step(*make_batch(model)).grad_norm
+        assert norm is not None
+        norms.append(norm.item())
+        after = torch.cat([p.detach().flatten() for p in model.parameters()])
+        updates.append((after - before).norm().item())
+    assert norms[0] == pytest.approx(norms[1])
+    assert updates[0] == pytest.approx(norms[0], rel=1e-4)
+    assert updates[1] == pytest.approx(0.01, rel=1e-3)
+
+
+def test_several_optimisers_share_a_step() -> None:
+    model = make_model("mod")
+    params = list(model.parameters())
+    before = [p.detach().clone() for p in params]
+    halves = [torch.optim.SGD(params[i::2], lr=0.1) for i in range(2)]
+    TrainStep(model, halves)(*make_batch(model))
+    moved = [not torch.equal(p, old) for p, old in zip(params, before, strict=True)]
+    assert sum(moved[0::2]) > 0
+    assert sum(moved[1::2]) > 0
+    assert all(grad is None for grad in gradients_of(model).values())

@@ -3,12 +3,14 @@
 Applied from outside: the model knows nothing of it. Knows nothing of data, schedules or logging.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from depthmix.nn import Transformer
 from depthmix.train.loss import RoutingLoss, routing_loss, token_loss
@@ -21,6 +23,8 @@ class StepLoss(NamedTuple):
 
     total: Float[Tensor, ""]
     routing: RoutingLoss
+    grad_norm: Float[Tensor, ""] | None = None
+    """Norm of the gradient before it was clipped; None without clipping."""
 
     @property
     def language_model(self) -> Float[Tensor, ""]:
@@ -44,28 +48,45 @@ def compute_loss(
     return StepLoss(total, RoutingLoss(routing.loss.detach(), *routing[1:]))
 
 
+class Root(nn.Module):
+    """Runs functions of a model as a module's `forward`, which is what sharding hooks into."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(self.model, *args)
+
+
 class TrainStep:
     """Calls are optimisation steps: `step(tokens, targets)` updates the model."""
 
     def __init__(
         self,
         model: Transformer,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         precision: torch.dtype | None = None,
         compile: bool = False,
         cuda_graph: bool = False,
+        clip: float = 0.0,
+        accumulate: int = 1,
+        root: Root | None = None,
     ) -> None:
         """`precision` is the autocast type, None for the model's own.
 
         `cuda_graph` records a whole step once and replays it: the CPU then launches one graph
         instead of a thousand kernels. It needs an optimiser made with `capturable=True`, and
-        batches of one shape.
+        batches of one shape. `clip` is the largest norm of the gradient, 0 for none; `accumulate`
+        cuts a batch into so many smaller ones. `root` holds the model where it is sharded.
         """
-        self.model, self.optimizer, self.precision = model, optimizer, precision
-        self.loss: Callable[..., StepLoss] = compute_loss
+        self.model, self.precision = model, precision
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.clip, self.accumulate = clip, accumulate
+        self.root: Callable[..., StepLoss] = root or Root(model)
         if compile:
-            self.loss = torch.compile(compute_loss, fullgraph=True)
+            self.root = torch.compile(self.root, fullgraph=True)
         self.cuda_graph = cuda_graph
         self.recording: Recording | None = None
 
@@ -84,19 +105,30 @@ class TrainStep:
         return self.recording.replay(inputs)
 
     def _step(self, *inputs: Tensor | None) -> StepLoss:
+        parts = [t.chunk(self.accumulate) if t is not None else None for t in inputs]
+        results = [
+            self._accumulate(*(t[i] if t is not None else None for t in parts))
+            for i in range(self.accumulate)
+        ]
+        result = results[0] if len(results) == 1 else tree_map(_average, *results)
+        norm = clip_gradients(self.model, self.clip) if self.clip > 0 else None
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return StepLoss(result.total.detach(), result.routing, norm)
+
+    def _accumulate(self, *inputs: Tensor | None) -> StepLoss:
         device = self.model.embedding.weight.device.type
         with torch.autocast(device, dtype=self.precision, enabled=self.precision is not None):
-            result = self.loss(self.model, *inputs)
-        result.total.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return result
+            result = self.root(compute_loss, *inputs)
+        (result.total if self.accumulate == 1 else result.total / self.accumulate).backward()
+        return StepLoss(result.total.detach(), result.routing)
 
     def _record(self, inputs: tuple[Tensor | None, ...]) -> "Recording":
         static = tuple(None if t is None else t.clone() for t in inputs)
         # compiling and the optimiser's first step allocate; neither may happen inside a capture,
         # and neither may count as a step of the training
-        saved = _copy_state(self.model, self.optimizer)
+        saved = _copy_state(self.model, self.optimizers)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -106,7 +138,7 @@ class TrainStep:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             result = self._step(*static)
-        _restore_state(self.optimizer, saved)
+        _restore_state(self.optimizers, saved)
         return Recording(graph, static, result)
 
 
@@ -132,22 +164,37 @@ class Recording(NamedTuple):
         return self.result
 
 
-def _copy_state(
-    model: Transformer, optimizer: torch.optim.Optimizer
-) -> list[tuple[Tensor, Tensor]]:
+def clip_gradients(model: nn.Module, largest: float) -> Float[Tensor, ""]:
+    """Scale the gradient down to a norm of at most `largest`; its norm before."""
+    params = [p for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], foreach=True)
+    nn.utils.clip_grads_with_norm_(params, largest, norm, foreach=True)
+    # of a sharded model every rank has a part of the sum
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def _average(*values: Tensor | None) -> Tensor | None:
+    tensors = [value for value in values if value is not None]
+    return torch.stack(tensors).mean(0) if tensors else None
+
+
+def _list_state(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    found = [t for o in optimizers for values in o.state.values() for t in values.values()]
+    return [t for t in found if isinstance(t, Tensor)]
+
+
+def _copy_state(model: Transformer, optimizers: Sequence[Optimizer]) -> list[tuple[Tensor, Tensor]]:
     """Every tensor that a step changes, with a copy."""
-    state = [t for values in optimizer.state.values() for t in values.values()]
-    tensors = [*model.parameters(), *(t for t in state if isinstance(t, Tensor))]
+    tensors = [*model.parameters(), *_list_state(optimizers)]
     return [(tensor, tensor.detach().clone()) for tensor in tensors]
 
 
 @torch.no_grad()
-def _restore_state(optimizer: torch.optim.Optimizer, saved: list[tuple[Tensor, Tensor]]) -> None:
+def _restore_state(optimizers: Sequence[Optimizer], saved: list[tuple[Tensor, Tensor]]) -> None:
     """Undo the steps since `_copy_state`; optimiser state that they made starts at zero."""
     known = {id(tensor) for tensor, _ in saved}
     for tensor, copy in saved:
         tensor.copy_(copy)
-    for values in optimizer.state.values():
-        for tensor in values.values():
-            if isinstance(tensor, Tensor) and id(tensor) not in known:
-                tensor.zero_()
+    for tensor in _list_state(optimizers):
+        if id(tensor) not in known:
+            tensor.zero_()

@@ -1,0 +1,29 @@
+"""Training state ⇄ disk: atomic, checksummed, in the background, from one process to N ranks.
+
+    RUN/checkpoints/step-00001000/
+      model.safetensors       weights by name (with several ranks, one file of each rank)
+      optimizer.safetensors   the optimisers' state by the parameter's name, likewise
+      state.json              all that is not a tensor
+      checksums.json          size and sha256 of every other file
+
+Nothing in a checkpoint is unpickled. Knows nothing of the training loop.
+"""
+
+from depthmix.checkpoint.rng import collect_rng, restore_rank_rng, restore_rng, seed_rng
+from depthmix.checkpoint.store import Checkpoints, Found
+from depthmix.checkpoint.tensors import Parts, collect_tensors, restore_tensors
+from depthmix.checkpoint.weights import load_model, load_weights
+
+__all__ = [
+    "Checkpoints",
+    "Found",
+    "Parts",
+    "collect_rng",
+    "collect_tensors",
+    "load_model",
+    "load_weights",
+    "restore_rank_rng",
+    "restore_rng",
+    "restore_tensors",
+    "seed_rng",
+]

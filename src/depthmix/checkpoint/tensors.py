@@ -1,0 +1,285 @@
+"""A model and its optimisers → tensors by name → safetensors files, and back, on any ranks.
+
+Owns the names of tensors, and all use of torch.distributed.checkpoint (DCP): every rank writes its
+own shards, and reads what its shards need, whatever the number of ranks was. Nothing is pickled in
+a file. Knows nothing of checksums, steps and folders' names.
+"""
+
+import os
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from depthmix.checkpoint.ranks import Ranks
+
+Parts = dict[str, dict[str, Tensor]]
+"""`{"model": {name: tensor}, "optimizer": {name: tensor}}`, and any part more."""
+
+# what torch.compile and activation checkpointing put into a parameter's name
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+
+
+def collect_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> Parts:
+    """Every tensor of a training, by a name that does not depend on the number of ranks.
+
+    They are the live ones, not copies. A tensor with two names (a tied head) is there once, by
+    its first. Settings such as the learning rate are left out: a schedule gives them again.
+    """
+    named = _name_tensors(model)
+    state: dict[str, Tensor] = {}
+    for optimizer, _, name, param in _list_trained(named, optimizers):
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, Tensor):
+                state[f"{name}.{key}"] = value
+            elif value is not None:
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps '{key}' as {type(value).__name__}: only "
+                    f"optimisers whose state is tensors can be saved"
+                )
+    return {"model": {name: value.detach() for name, value in named.items()}, "optimizer": state}
+
+
+@torch.no_grad()
+def restore_tensors(model: nn.Module, optimizers: Sequence[Optimizer], tensors: Parts) -> None:
+    """Put `tensors` (see `collect_tensors`) into a model and its optimisers.
+
+    Memory that is there is kept, so that a recorded CUDA graph stays valid; state that does not
+    exist yet is made, and state that `tensors` does not have is dropped.
+    """
+    named = _name_tensors(model)
+    _check_same_names(set(named), set(tensors["model"]))
+    for name, value in tensors["model"].items():
+        _fill(named[name], value)
+    new: dict[str, dict[str, Tensor]] = {}
+    for full_name, value in tensors["optimizer"].items():
+        name, _, key = full_name.rpartition(".")
+        new.setdefault(name, {})[key] = value
+    for optimizer, group, name, param in _list_trained(named, optimizers):
+        old = optimizer.state.pop(param, {})
+        for key, value in new.pop(name, {}).items():
+            if isinstance(old.get(key), Tensor):
+                _fill(old[key], value)
+                optimizer.state[param][key] = old[key]
+                continue
+            # as torch has it: a fused or capturable step is counted where the parameter is
+            on_cpu = key == "step" and not (group.get("fused") or group.get("capturable"))
+            optimizer.state[param][key] = value.to("cpu" if on_cpu else param.device)
+    if new:
+        raise ValueError(
+            f"there is optimiser state for '{min(new)}', which this run does not train: resume "
+            f"with the configuration of the run"
+        )
+
+
+def copy_to_cpu(tensors: Parts, memory: Parts) -> Parts:
+    """Copies on the CPU, complete on return; `memory` is earlier copies that may be overwritten."""
+    copies: Parts = {part: {} for part in tensors}
+    for part, named in tensors.items():
+        for name, tensor in named.items():
+            copy = memory.get(part, {}).get(name)
+            if copy is None or _describe(copy) != _describe(tensor):
+                copy = tensor.detach().to("cpu", copy=True)
+            else:
+                _localize(copy).copy_(_localize(tensor), non_blocking=True)
+            copies[part][name] = copy
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return copies
+
+
+def write_tensors(folder: Path, tensors: Parts, ranks: Ranks) -> None:
+    """Write every part into files of its own, on disk when this returns (see `name_files`)."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    # a file for each index
+    index = {_join(p, name): i for i, p in enumerate(tensors, start=1) for name in tensors[p]}
+    writer = HuggingFaceStorageWriter(str(folder), index, save_distributed=True)
+    _silence_single_process()
+    # safetensors takes no other; a moment may have the strides of a gradient
+    flat = {name: tensor.contiguous() for name, tensor in _flatten(tensors).items()}
+    try:
+        dcp.save(
+            flat,
+            storage_writer=writer,
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )
+    except dcp.CheckpointException as failed:
+        raise _unwrap(failed) from failed
+
+
+def name_files(folder: Path, parts: Sequence[str], ranks: Ranks) -> list[Path]:
+    """Name this rank's files after their parts, as DCP's own names cannot be chosen."""
+    named = []
+    for path in sorted(folder.glob(f"shard-{ranks.rank + 1:05d}-*.safetensors")):
+        match = re.fullmatch(r"shard-\d+-model-(\d+)-of-\d+", path.stem)
+        assert match, f"unknown name of a shard: {path.name}"
+        share = f".rank-{ranks.rank:05d}-of-{ranks.count:05d}" if ranks.count > 1 else ""
+        named.append(path.with_name(f"{parts[int(match[1]) - 1]}{share}.safetensors"))
+        os.rename(path, named[-1])
+    return named
+
+
+def read_tensors(folder: Path, tensors: Parts, ranks: Ranks) -> None:
+    """Fill `tensors` in place from a checkpoint.
+
+    The model must have the names, shapes and types that were saved. The other parts take on the
+    names of the checkpoint: missing tensors are made, as the parameter of their name is, and ones
+    that it does not hold are taken out.
+    """
+    stored = _read_layout(folder)
+    for part, named in tensors.items():
+        here = {name for owner, name in stored if owner == part}
+        if part == "model":
+            _check_same_names(set(named), here)
+            continue
+        for name in set(named) - here:
+            del named[name]
+        for name in sorted(here - set(named)):
+            like = tensors["model"].get(name.rpartition(".")[0])
+            named[name] = _make_like(like, *stored[part, name])
+    for part, named in tensors.items():
+        for name, tensor in named.items():
+            shape, dtype = stored[part, name]
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                raise ValueError(
+                    f"'{name}' in {folder} is {dtype} {shape} and this run has {tensor.dtype} "
+                    f"{tuple(tensor.shape)}: resume with the configuration of the run"
+                )
+    _load(folder, tensors, ranks.group)
+
+
+def read_part(folder: Path, part: str) -> dict[str, Tensor]:
+    """All tensors of one part, whole and on the CPU; no other rank takes part."""
+    stored = _read_layout(folder)
+    named = {
+        name: torch.empty(shape, dtype=dtype)
+        for (owner, name), (shape, dtype) in stored.items()
+        if owner == part
+    }
+    _load(folder, {part: named}, None)
+    return named
+
+
+def _load(folder: Path, tensors: Parts, group: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    reader = HuggingFaceStorageReader(str(folder))
+    _silence_single_process()
+    try:
+        dcp.load(
+            _flatten(tensors), storage_reader=reader, process_group=group, no_dist=group is None
+        )
+    except dcp.CheckpointException as failed:
+        raise _unwrap(failed) from failed
+
+
+def _read_layout(folder: Path) -> dict[tuple[str, str], tuple[tuple[int, ...], torch.dtype]]:
+    """(part, name) → shape and type of every whole tensor in a checkpoint."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+    parts = {path.name.split(".")[0] for path in folder.glob("*.safetensors")}
+    layout = {}
+    for flat, entry in metadata.state_dict_metadata.items():
+        first, _, rest = flat.partition(".")
+        key = (first, rest) if first in parts and first != "model" else ("model", flat)
+        assert isinstance(entry, TensorStorageMetadata)
+        layout[key] = (tuple(entry.size), entry.properties.dtype)
+    return layout
+
+
+def _join(part: str, name: str) -> str:
+    # weights keep their plain names, for whoever opens the file
+    return name if part == "model" else f"{part}.{name}"
+
+
+def _flatten(tensors: Parts) -> dict[str, Tensor]:
+    return {_join(part, name): t for part, named in tensors.items() for name, t in named.items()}
+
+
+def _name_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers themselves, each once."""
+    named: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for path, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            named[".".join(p for p in path.split(".") if p not in _WRAPPERS)] = value
+    return named
+
+
+class _Trained(NamedTuple):
+    optimizer: Optimizer
+    group: dict[str, Any]
+    name: str
+    param: Tensor
+
+
+def _list_trained(named: dict[str, Tensor], optimizers: Sequence[Optimizer]) -> list[_Trained]:
+    names = {id(value): name for name, value in named.items()}
+    found: list[_Trained] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                name = names.pop(id(param), None)
+                if name is None:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} has a parameter of shape "
+                        f"{tuple(param.shape)} that is not the model's, or is another optimiser's"
+                    )
+                found.append(_Trained(optimizer, group, name, param))
+    return found
+
+
+def _check_same_names(expected: set[str], stored: set[str]) -> None:
+    for names, problem in ((expected - stored, "has no"), (stored - expected, "has an unknown")):
+        if names:
+            raise ValueError(
+                f"the checkpoint {problem} '{min(names)}' ({len(names)} such tensors): it is of "
+                f"another model configuration"
+            )
+
+
+def _make_like(like: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory for a tensor, sharded as its parameter is where it has the parameter's shape."""
+    if like is not None and tuple(like.shape) == shape:
+        return torch.empty_like(like, dtype=dtype)
+    return torch.empty(shape, dtype=dtype)
+
+
+def _localize(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyrefly: ignore
+
+
+def _describe(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, getattr(tensor, "placements", None), _localize(tensor).shape
+
+
+def _fill(target: Tensor, value: Tensor) -> None:
+    if _localize(target).data_ptr() != _localize(value).data_ptr():
+        target.copy_(value)
+
+
+def _silence_single_process() -> None:
+    # DCP warns about `no_dist` even when it is asked for. Not `catch_warnings`: a background
+    # thread would put back the filters of another thread
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
+
+
+def _unwrap(failed: BaseException) -> Exception:
+    """The first error of a rank, out of DCP's own kind, which is not even an `Exception`."""
+    errors = [error for error, _ in failed.failures.values()]  # pyrefly: ignore
+    for error in errors:
+        if isinstance(error, Exception):
+            return error
+    raise errors[0]

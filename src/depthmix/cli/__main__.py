@@ -1,0 +1,7 @@
+"""`python -m depthmix.cli`."""
+
+import sys
+
+from depthmix.cli import main
+
+sys.exit(main())

@@ -1,0 +1,94 @@
+"""What a command line says: models, fields to change, and help that lists the fields.
+
+Knows nothing of what a verb does with them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand
+
+app = typer.Typer(
+    name="depthmix",
+    help="Mixture-of-Depths transformers: count, prepare, train.",
+    add_completion=False,
+    # plain help: the rich one takes three times as long to come up
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# an unknown option may be a field, written the way other programs write it
+FIELDS_ALLOWED = {"ignore_unknown_options": True}
+
+
+class ModelsAndFields(NamedTuple):
+    """The positional arguments of a verb that takes models and overrides."""
+
+    models: list[str]
+    overrides: dict[str, str]
+
+
+class FieldsCommand(TyperCommand):
+    """A command whose help ends with every field of a model."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """List the fields, read from the configuration's own docstrings."""
+        with formatter.section("Fields, to be written as FIELD=VALUE"):
+            formatter.write_dl(list(list_fields(train=False).items()))
+
+
+class RunFieldsCommand(TyperCommand):
+    """A command whose help ends with every field of a model and of a recipe."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """List the fields, read from the configurations' own docstrings."""
+        with formatter.section("Fields, to be written as FIELD=VALUE"):
+            formatter.write_dl(list(list_fields(train=True).items()))
+
+
+def list_fields(*, train: bool) -> dict[str, str]:
+    """Every field with its line of explanation, those of a recipe by their prefix."""
+    from depthmix.config import ModelConfig
+    from depthmix.fields import document_fields
+    from depthmix.recipe import Recipe
+
+    recipe = document_fields(Recipe, "train.") if train else {}
+    return {**recipe, **document_fields(ModelConfig)}
+
+
+def split_arguments(arguments: Sequence[str], *, train: bool = False) -> ModelsAndFields:
+    """Tell models from overrides: what has a `=` is an override, dashes before it or not.
+
+    `train` also knows the fields of a recipe.
+    """
+    from depthmix.fields import parse_override
+
+    models, overrides = [], {}
+    for i, argument in enumerate(arguments):
+        if argument.startswith("-"):
+            name, value = _read_option(argument, arguments[i + 1 : i + 2], train)
+            overrides[name] = value
+        elif "=" in argument and not argument.endswith(".toml"):
+            name, value = parse_override(argument)
+            overrides[name] = value
+        else:
+            models.append(argument)
+    return ModelsAndFields(models, overrides)
+
+
+def _read_option(argument: str, following: Sequence[str], train: bool) -> tuple[str, str]:
+    """An option that is no option: a field if it carries its value, else a sentence that helps."""
+    from depthmix.fields import suggest
+
+    fields = list_fields(train=train)
+    option, equals, value = argument.partition("=")
+    name = option.lstrip("-")
+    if name in fields and equals:
+        return name, value
+    if name in fields:
+        value = following[0] if following else "VALUE"
+        raise ValueError(f"write '{argument} {value}' as {name}={value}")
+    close = suggest(option, ["--seq-len", "--json", "--help"]) or suggest(name, fields)
+    raise ValueError(f"there is no option '{option}'.{close} Fields are written FIELD=VALUE")

@@ -1,0 +1,53 @@
+"""Verbs about models as numbers. Nothing here loads torch."""
+
+from typing import Annotated
+
+import typer
+
+from depthmix.cli.arguments import FIELDS_ALLOWED, FieldsCommand, app, split_arguments
+
+
+@app.command(cls=FieldsCommand, context_settings=FIELDS_ALLOWED)
+def describe(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL|FIELD=VALUE",
+            help="Presets or .toml files to show, and fields to change in all of them.",
+            show_default=False,
+        ),
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens in a sequence; without it each model's max_seq_len."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print raw numbers and full configurations as JSON.")
+    ] = False,
+) -> None:
+    """Show models side by side, in numbers.
+
+    For example: depthmix describe 60m-dense 60m-mod routing.capacity=0.25
+    """
+    from depthmix.describe import describe_model, load_model, print_tables, to_json
+
+    names, overrides = split_arguments(arguments or [])
+    if not names:
+        raise ValueError(
+            "name at least one model to describe: 'depthmix presets' lists the presets"
+        )
+    models = [describe_model(name, load_model(name, overrides), seq_len) for name in names]
+    if as_json:
+        print(to_json(models))
+    else:
+        from rich.console import Console
+
+        print_tables(models, Console())
+
+
+@app.command()
+def presets() -> None:
+    """List the presets, with parameters and FLOPs."""
+    from depthmix.describe import list_presets
+
+    print(*list_presets(), sep="\n")

@@ -1,0 +1,187 @@
+"""Verbs about data and runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from depthmix.cli.arguments import FIELDS_ALLOWED, RunFieldsCommand, app, split_arguments
+
+
+@app.command()
+def prepare(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE...",
+            help="Text, JSONL, Parquet or token files, folders of them, hf:OWNER/NAME, stdlib.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the tokenised data.")],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="A tokenizer.json, a folder with one, or a Hugging Face name."),
+    ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(help="Ids of the tokenizer that is trained where none is given (4096)."),
+    ] = None,
+    val: Annotated[
+        list[str] | None, typer.Option(help="A source for validation; may be repeated.")
+    ] = None,
+    val_fraction: Annotated[
+        float, typer.Option(help="Share of documents for validation, without --val.")
+    ] = 0.02,
+    text_field: Annotated[str, typer.Option(help="Field of JSONL and Parquet.")] = "text",
+    dtype: Annotated[
+        str | None, typer.Option(help="Type of the ids in a .bin file: uint16 or uint32.")
+    ] = None,
+    end_token: Annotated[
+        int | None, typer.Option(help="Id that ends a document, where it cannot be found.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; all cores if empty.")] = None,
+    seed: Annotated[int, typer.Option(help="Decides which documents are for validation.")] = 0,
+) -> None:
+    """Tokenise text into a folder that training reads.
+
+    For example: depthmix prepare books/ notes.jsonl --out data --vocab-size 8192
+    """
+    from rich.console import Console
+
+    from depthmix.data.prepare import prepare as prepare_data
+    from depthmix.data.progress import show_progress
+
+    console = Console()
+    with show_progress(console) as report:
+        manifest = prepare_data(
+            sources,
+            out,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            val_sources=val or (),
+            val_fraction=val_fraction,
+            text_field=text_field,
+            token_dtype=dtype,
+            end_token=end_token,
+            num_workers=workers,
+            seed=seed,
+            progress=report,
+        )
+    parts = [
+        f"{name}: {split.num_tokens / 1e6:.2f} M tokens in {split.num_documents} documents"
+        for name, split in manifest.splits.items()
+    ]
+    console.print(f"{out}: {', '.join(parts)}", highlight=False, soft_wrap=True)
+    console.print(f"depthmix train --data {out}", highlight=False, soft_wrap=True)
+
+
+@app.command(cls=RunFieldsCommand, context_settings=FIELDS_ALLOWED)
+def train(
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FIELD=VALUE...", help="Fields to change.", show_default=False),
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="A preset or .toml file; 'demo' if empty.", metavar="MODEL")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A folder made by 'prepare'; Python's standard library if empty."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Stop after so many steps.")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Stop after so many tokens.")] = None,
+    flops: Annotated[float | None, typer.Option(help="Stop after so much compute.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder; runs/MODEL-TIME if empty.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints; every 3 minutes if empty.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run in this folder.", metavar="RUN")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+) -> None:
+    """Train a model; or go on with a run.
+
+    For example: depthmix train --preset 60m --data data --flops 1e17 train.batch_size=32
+
+    On many GPUs: torchrun --nproc-per-node 8 -m depthmix train --preset 1b --data data
+    """
+    from depthmix.describe import load_model
+    from depthmix.recipe import RunConfig
+
+    models, overrides = split_arguments(fields or [], train=True)
+    if models:
+        raise ValueError(
+            f"'{models[0]}' is no field: write FIELD=VALUE, and name a model with --preset"
+        )
+    budget = {"steps": steps, "tokens": tokens, "flops": flops}
+    given = {**budget, "checkpoint_every": checkpoint_every}
+    given = {f"train.{name}": value for name, value in given.items() if value is not None}
+    if resume is not None and (given or overrides or preset or out):
+        raise ValueError(
+            "--resume goes on with a run as it was: leave out the model, its fields, the budget "
+            "and --out"
+        )
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"--device {device} is neither cpu nor cuda")
+    config = None
+    name = preset or "demo"
+    if resume is None:
+        config = RunConfig.from_overrides(load_model(name), {**overrides, **given})
+    from rich.console import Console
+
+    from depthmix.train.launch import Plan, launch
+
+    label = Path(name).stem if name.endswith(".toml") else name
+    plan = Plan(run=config, name=label, data=data, out=out, resume=resume, device=device)
+    outcome, folder = launch(plan, Console())
+    if outcome.state == "finished":
+        return
+    typer.echo(
+        f"stopped at step {outcome.step} of {outcome.num_steps}, saved; go on with: "
+        f"depthmix train --resume {folder.path}",
+        err=True,
+    )
+    raise typer.Exit(128 + (outcome.signal or 0))
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(help="Where to look for runs.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+) -> None:
+    """List runs in a table."""
+    from depthmix.runs import list_runs, print_runs, to_json
+
+    found = list_runs(folder)
+    if as_json:
+        print(to_json(found))
+    else:
+        from rich.console import Console
+
+        print_runs(found, Console())
+
+
+@app.command()
+def demo(
+    preset: Annotated[
+        str, typer.Option(help="A preset or .toml file with routed blocks.", metavar="MODEL")
+    ] = "demo",
+    steps: Annotated[int, typer.Option(help="Optimisation steps of each model.")] = 10,
+    batch_size: Annotated[int, typer.Option(help="Sequences in a batch.")] = 8,
+) -> None:
+    """Train a routed and a dense model for a few steps.
+
+    The tokens are random and the CPU is enough: this shows that both learn, and what routing saves.
+    """
+    # checked before torch loads, which takes a while
+    for name, value in (("--steps", steps), ("--batch-size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} {value} must be at least 1")
+    from rich.console import Console
+
+    from depthmix.demo import run_demo
+
+    run_demo(Console(), preset=preset, num_steps=steps, batch_size=batch_size)

@@ -1,0 +1,30 @@
+"""Text → tokens → shards → batches, without torch.
+
+`prepare` makes a data folder, `Corpus.open` checks and maps it, `Loader` gives its batches. Knows
+nothing of models or of training; `tokenizers` is loaded only where text meets ids.
+"""
+
+from depthmix.data.default import prepare_default
+from depthmix.data.loader import Batch, Loader, Prefetcher, prefetch
+from depthmix.data.manifest import Manifest
+from depthmix.data.prepare import prepare
+from depthmix.data.progress import Progress, show_progress
+from depthmix.data.shards import Corpus, Split
+from depthmix.data.tokenizer import find_end_token, load_tokenizer, train_tokenizer
+
+__all__ = [
+    "Batch",
+    "Corpus",
+    "Loader",
+    "Manifest",
+    "Prefetcher",
+    "Progress",
+    "Split",
+    "find_end_token",
+    "load_tokenizer",
+    "prefetch",
+    "prepare",
+    "prepare_default",
+    "show_progress",
+    "train_tokenizer",
+]

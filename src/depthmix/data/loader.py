@@ -1,0 +1,250 @@
+"""Rows of a split in a fixed random order: batch number → batch, without other state.
+
+Owns the order of documents and rows, and the cutting of the stream. Knows nothing of torch, of
+devices, or of what was trained before.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from depthmix.data.shards import Split
+
+__all__ = ["IGNORED", "Batch", "Loader", "Prefetcher", "prefetch"]
+
+# the target where nothing can be predicted: cross-entropy leaves it out
+IGNORED = -100
+
+# what must be the same for a position to mean the same batch
+KEY = ("seed", "seq_len", "batch_size", "shuffle")
+
+
+class Batch(NamedTuple):
+    """Rows of tokens, what follows each token, and which of the row's documents it is in."""
+
+    tokens: Int64[np.ndarray, "B T"]
+    targets: Int64[np.ndarray, "B T"]
+    """-100 at a document's end token: what comes next is another document."""
+    documents: Int32[np.ndarray, "B T"]
+    """From 0, rising along the row."""
+
+
+class Epoch(NamedTuple):
+    """One pass: the documents' order, where each begins in the stream, the rows' order."""
+
+    order: Int64[np.ndarray, "documents"]
+    starts: Int64[np.ndarray, "documents_plus_1"]
+    rows: Int64[np.ndarray, "rows"] | None
+
+
+class Loader:
+    """Global batch i is rows i·B to (i+1)·B of the training; a rank takes its part of them.
+
+    An epoch is one stream of all documents in an order of its own, cut into rows of `seq_len`
+    tokens (and the one token more that is the last target); the rows are then mixed again,
+    because those of one long document would make a correlated batch.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        *,
+        seq_len: int,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+    ) -> None:
+        """`batch_size` counts the rows of all ranks; without `shuffle`, the corpus's own order."""
+        if seq_len < 1 or batch_size < 1:
+            raise ValueError("seq_len and batch_size must be at least 1")
+        if batch_size % world_size:
+            raise ValueError(
+                f"a batch of {batch_size} rows cannot be shared by {world_size} processes: make "
+                f"batch_size a multiple of {world_size}"
+            )
+        if split.num_tokens < seq_len + 1:
+            raise ValueError(
+                f"the split '{split.name}' has {split.num_tokens} tokens, fewer than one row of "
+                f"{seq_len} + 1: use a shorter sequence or more data"
+            )
+        if seed < 0:
+            raise ValueError(f"seed = {seed} must not be negative")
+        assert 0 <= rank < world_size
+        self.split, self.seq_len, self.batch_size = split, seq_len, batch_size
+        self.seed, self.rank, self.world_size, self.shuffle = seed, rank, world_size, shuffle
+        self.num_rows_per_epoch = (split.num_tokens - 1) // seq_len
+        self.position = 0
+        """Number of global batches consumed."""
+        self._epochs: dict[int, Epoch] = {}
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that the next batch begins in, from 0."""
+        return self.position * self.batch_size // self.num_rows_per_epoch
+
+    def next(self) -> Batch:
+        """This rank's rows of the next global batch."""
+        num_rows = self.batch_size // self.world_size
+        first = self.position * self.batch_size + self.rank * num_rows
+        batch = self.read_rows(first, num_rows)
+        self.position += 1
+        return batch
+
+    def read_rows(self, first: int, num_rows: int) -> Batch:
+        """Rows `first` and following of the whole training; they may lie in several epochs."""
+        parts = []
+        while num_rows > 0:
+            epoch, row = divmod(first, self.num_rows_per_epoch)
+            taken = min(num_rows, self.num_rows_per_epoch - row)
+            parts.append(self._read_part(epoch, row, taken))
+            first, num_rows = first + taken, num_rows - taken
+        if len(parts) == 1:
+            return parts[0]
+        return Batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what gives it its meaning, as plain data."""
+        return {"position": self.position, **{name: getattr(self, name) for name in KEY}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another loader of the same order stopped."""
+        for name in KEY:
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"the saved position is for {name} = {state[name]}, and {name} is now "
+                    f"{getattr(self, name)}: keep it as it was"
+                )
+        self.position = int(state["position"])
+
+    def _read_part(self, epoch: int, row: int, num_rows: int) -> Batch:
+        order, starts, rows = self._find_epoch(epoch)
+        numbers = np.arange(row, row + num_rows) if rows is None else rows[row : row + num_rows]
+        # where each of the rows' T+1 tokens is in the stream
+        stream = numbers[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        first = np.searchsorted(starts, stream[:, 0], side="right") - 1
+        last = np.searchsorted(starts, stream[:, -1], side="right") - 1
+        document = np.empty_like(stream)
+        for i in range(num_rows):
+            # one document's number for each of its tokens in this row
+            begins = starts[first[i] : last[i] + 2].clip(stream[i, 0], stream[i, -1] + 1)
+            document[i] = np.repeat(np.arange(first[i], last[i] + 1), np.diff(begins))
+        inside = stream - starts[document]
+        ids = self.split.gather(self.split.document_starts[order[document]] + inside)
+        is_end = document[:, 1:] != document[:, :-1]
+        targets = np.where(is_end, IGNORED, ids[:, 1:])
+        documents = (document[:, :-1] - first[:, None]).astype(np.int32)
+        return Batch(np.ascontiguousarray(ids[:, :-1]), targets, documents)
+
+    def _find_epoch(self, number: int) -> Epoch:
+        if number not in self._epochs:
+            # a batch may need the next epoch too, but no third one
+            for old in [old for old in self._epochs if old < number - 1 or old > number]:
+                del self._epochs[old]
+            self._epochs[number] = self._order_epoch(number)
+        return self._epochs[number]
+
+    def _order_epoch(self, number: int) -> Epoch:
+        num_documents = self.split.num_documents
+        if not self.shuffle:
+            return Epoch(np.arange(num_documents), self.split.document_starts, None)
+        order = permute(num_documents, (self.seed, number, 0))
+        lengths = self.split.document_lengths[order]
+        starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+        return Epoch(order, starts, permute(self.num_rows_per_epoch, (self.seed, number, 1)))
+
+
+def permute(count: int, key: tuple[int, ...]) -> Int64[np.ndarray, "count"]:
+    """A permutation that depends on the key alone."""
+    # raw bits and a stable sort: numpy keeps these the same in all its versions, and not shuffles
+    bits = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
+    return np.argsort(bits, kind="stable")
+
+
+class Prefetcher:
+    """A loader whose next batches are assembled by a thread; its position is what was handed out.
+
+    Close it, or use it in a `with` block.
+    """
+
+    def __init__(self, loader: Loader, depth: int = 2) -> None:
+        """`depth` is how many batches may wait."""
+        assert depth > 0
+        self.loader, self.depth = loader, depth
+        self.position = loader.position
+        self._start()
+
+    def next(self) -> Batch:
+        """The next batch, as the loader itself would give it; its errors are raised here."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._error or self._stopped)
+            if self._ready:
+                batch = self._ready.popleft()
+                self.position += 1
+                self._changed.notify_all()
+                return batch
+            if self._error:
+                raise self._error
+        raise RuntimeError("this prefetcher is closed")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of the last batch handed out."""
+        return {**self.loader.state_dict(), "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at another position."""
+        self.close()
+        self.loader.load_state_dict(state)
+        self.position = self.loader.position
+        self._start()
+
+    def close(self) -> None:
+        """Stop the thread; the loader is then at this position."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._ready.clear()
+        self.loader.position = self.position
+
+    def __enter__(self) -> "Prefetcher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self._ready: deque[Batch] = deque()
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._changed = threading.Condition()
+        # a daemon: a program that forgets to close it can still end
+        self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def _fill(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or len(self._ready) < self.depth)
+                if self._stopped:
+                    return
+            try:
+                batch = self.loader.next()
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._ready.append(batch)
+                self._changed.notify_all()
+
+
+def prefetch(loader: Loader, depth: int = 2) -> Prefetcher:
+    """Assemble the loader's batches ahead, in the background."""
+    return Prefetcher(loader, depth)

@@ -1,0 +1,158 @@
+"""A data folder, opened: its splits as documents of ids in memory-mapped shards.
+
+Owns the check that every file is there and whole, before training begins. Knows nothing of
+batches, and nothing of how the folder was made.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from jaxtyping import Int, Int64
+
+from depthmix.data.manifest import SPLITS, Manifest, SplitSummary, read_manifest
+from depthmix.data.tokenizer import load_tokenizer
+from depthmix.data.writer import INDEX_DTYPE, hash_file
+
+if TYPE_CHECKING:
+    import tokenizers
+
+__all__ = ["Corpus", "Split"]
+
+
+class Split:
+    """The documents of one split, numbered through all of its shards."""
+
+    def __init__(self, folder: Path, name: str, summary: SplitSummary, dtype: str) -> None:
+        """Maps the shards; nothing is read yet."""
+        self.name = name
+        self.num_tokens = summary.num_tokens
+        self.num_documents = summary.num_documents
+        self.num_bytes = summary.num_bytes
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        # plain views: slicing a memmap itself is many times slower
+        self._shards = [
+            np.asarray(np.memmap(folder / shard.file, dtype=self._dtype, mode="r"))
+            for shard in summary.shards
+        ]
+        self._indices = [folder / shard.index for shard in summary.shards]
+        counts = [shard.num_tokens for shard in summary.shards]
+        # number of the first token of each shard, and the number of all tokens
+        self._shard_starts = np.cumsum([0, *counts], dtype=np.int64)
+
+    @cached_property
+    def document_starts(self) -> Int64[np.ndarray, "documents_plus_1"]:
+        """Number of the first token of each document in the split; the last entry is the total."""
+        parts = [np.zeros(1, dtype=np.int64)]
+        for number, path in enumerate(self._indices):
+            offsets = np.fromfile(path, dtype=INDEX_DTYPE).astype(np.int64)
+            num_tokens = len(self._shards[number])
+            if offsets[0] != 0 or offsets[-1] != num_tokens or (np.diff(offsets) <= 0).any():
+                raise ValueError(f"{path} does not fit its shard: prepare the folder anew")
+            parts.append(offsets[1:] + self._shard_starts[number])
+        return np.concatenate(parts)
+
+    @cached_property
+    def document_lengths(self) -> Int64[np.ndarray, "documents"]:
+        """Tokens of each document, its end token included."""
+        return np.diff(self.document_starts)
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """UTF-8 bytes of text for each token, end tokens counted; None where nobody knows."""
+        return self.num_bytes / self.num_tokens if self.num_bytes and self.num_tokens else None
+
+    def read(self, document_number: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Ids `start` to `stop` of a document; the last one is its end token."""
+        if not 0 <= document_number < self.num_documents:
+            raise IndexError(
+                f"there is no document {document_number} in '{self.name}', which has "
+                f"{self.num_documents}"
+            )
+        first, after = self.document_starts[document_number : document_number + 2].tolist()
+        start, stop, _ = slice(start, stop).indices(after - first)
+        shard = int(np.searchsorted(self._shard_starts, first, side="right")) - 1
+        offset = first - int(self._shard_starts[shard])
+        return self._shards[shard][offset + start : offset + stop]
+
+    def gather(self, numbers: Int64[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
+        """The ids at some token numbers of the split, as int64."""
+        if len(self._shards) == 1:
+            return self._shards[0][numbers].astype(np.int64)
+        ids = np.empty(numbers.shape, dtype=np.int64)
+        shards = np.searchsorted(self._shard_starts, numbers, side="right") - 1
+        for shard in np.unique(shards).tolist():
+            chosen = shards == shard
+            ids[chosen] = self._shards[shard][numbers[chosen] - self._shard_starts[shard]]
+        return ids
+
+
+class Corpus:
+    """A data folder whose files were found complete."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        """Use `Corpus.open`, which checks the folder."""
+        self.folder, self.manifest = folder, manifest
+        self.vocab_size = manifest.vocab_size
+        self.end_token = manifest.end_token
+        self.manifest_hash = manifest.hash
+
+    @staticmethod
+    def open(folder: str | Path, *, verify: Literal["size", "full"] = "size") -> "Corpus":
+        """Open a folder after a check of every file's size, or, with "full", of its content."""
+        folder = Path(folder).expanduser()
+        manifest = read_manifest(folder)
+        for split in manifest.splits.values():
+            itemsize = np.dtype(manifest.dtype).itemsize
+            for shard in split.shards:
+                files = (
+                    (shard.file, shard.num_tokens * itemsize, shard.sha256),
+                    (
+                        shard.index,
+                        (shard.num_documents + 1) * INDEX_DTYPE.itemsize,
+                        shard.index_sha256,
+                    ),
+                )
+                for name, size, sha256 in files:
+                    _check_file(folder / name, size, sha256 if verify == "full" else None)
+        if manifest.tokenizer is not None and not (folder / manifest.tokenizer).is_file():
+            raise ValueError(f"{folder / manifest.tokenizer} is missing: prepare the folder anew")
+        return Corpus(folder, manifest)
+
+    def split(self, name: str) -> Split:
+        """The split `train` or `val`."""
+        if name not in SPLITS:
+            raise ValueError(f"there is no split '{name}': use {' or '.join(SPLITS)}")
+        return Split(self.folder, name, self.manifest.splits[name], self.manifest.dtype)
+
+    def load_tokenizer(self) -> "tokenizers.Tokenizer":
+        """The tokenizer that made the ids."""
+        if self.manifest.tokenizer is None:
+            raise ValueError(
+                f"{self.folder} was prepared from ids without a tokenizer: prepare it again with "
+                f"--tokenizer to turn ids into text"
+            )
+        return load_tokenizer(self.folder / self.manifest.tokenizer)
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Of the training split."""
+        train = self.manifest.splits["train"]
+        return train.num_bytes / train.num_tokens if train.num_bytes and train.num_tokens else None
+
+
+def _check_file(path: Path, size: int, sha256: str | None) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: copy it again, or prepare the folder anew")
+    found = path.stat().st_size
+    if found != size:
+        raise ValueError(
+            f"{path} has {found} bytes and not the {size} of its manifest: copy it again, or "
+            f"prepare the folder anew"
+        )
+    if sha256 is not None and hash_file(path) != sha256:
+        raise ValueError(
+            f"{path} is not what it was (its sha256 differs from the manifest's): copy it again, "
+            f"or prepare the folder anew"
+        )

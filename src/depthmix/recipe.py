@@ -1,0 +1,199 @@
+"""How a model is trained, as data: batch, optimiser, schedule, budget, how often to save and look.
+
+Knows nothing of torch: a plan of many runs is made and counted without it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from depthmix import fields
+from depthmix.config import ModelConfig
+
+BASE_WIDTH = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything about a training run that is not the model or the data."""
+
+    steps: int | None = None
+    """Stop after this many optimisation steps."""
+    tokens: float | None = None
+    """Stop when this many tokens were trained on (1e9 may be written)."""
+    flops: float | None = None
+    """Stop when this much compute was spent: the budget by which models are compared."""
+    batch_size: int = 16
+    """Sequences in a batch, over all processes and micro-batches."""
+    seq_len: int | None = None
+    """Tokens in a sequence. Empty means the model's max_seq_len."""
+    accumulate: int = 1
+    """Micro-batches that a batch is cut into, to save memory."""
+    seed: int = 0
+    """Seed of the weights, of the order of documents, and of everything else that is random."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for the blocks' matrices with adamw for all else."""
+    learning_rate: float = 4e-3
+    """Highest learning rate, for a model of width 256; see scale_by_width."""
+    scale_by_width: bool = True
+    """Give the blocks' matrices learning_rate · 256 / width, so that one setting fits all sizes."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After warming up: cosine to the end, wsd (stable, then a linear decay), or constant."""
+    warmup: float = 0.02
+    """Share of the run in which the learning rate rises to its highest."""
+    decay: float = 0.2
+    """Share of the run in which wsd falls, at its end."""
+    final_rate: float = 0.1
+    """Learning rate at the end, as a share of the highest (cosine and wsd)."""
+    weight_decay: float = 0.1
+    """Decay of the matrices; embeddings, norms and routers have none."""
+    beta1: float = 0.9
+    """AdamW's momentum."""
+    beta2: float = 0.95
+    """AdamW's memory of squared gradients."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 turns clipping off."""
+    document_mask: bool = True
+    """Keep attention inside a document; false lets packed documents see the ones before them."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the matrix products; weights are float32. auto is bfloat16 on a GPU, else float32."""
+    compile: bool | None = None
+    """Use torch.compile. Empty means: on a GPU."""
+    cuda_graph: bool | None = None
+    """Replay a whole step as one CUDA graph. Empty means: on one GPU with AdamW."""
+    checkpoint_activations: bool = False
+    """Compute activations a second time in the backward pass, to save memory."""
+    shard_size: int | None = None
+    """Processes that share one copy of the weights (HSDP). Empty means: all of them (FSDP)."""
+    log_every: int = 10
+    """Steps between two lines of metrics."""
+    val_every: int | None = None
+    """Steps between two validations. Empty means: twenty in a run."""
+    val_tokens: int = 131072
+    """Tokens of the validation split to look at, at most."""
+    checkpoint_every: int | None = None
+    """Steps between two checkpoints. Empty means: every checkpoint_minutes."""
+    checkpoint_minutes: float = 3.0
+    """Minutes between two checkpoints, where checkpoint_every is empty."""
+    keep_checkpoints: int = 2
+    """Number of last checkpoints to keep; the best by validation loss stays beside them."""
+    tensorboard: bool = True
+    """Write TensorBoard's files into the run's folder."""
+    wandb: bool = False
+    """Also send metrics to Weights & Biases (needs the extra 'wandb')."""
+
+    def __post_init__(self) -> None:
+        fields.coerce(self, "train.")
+        problem = next(_find_problems(self), None)
+        if problem is not None:
+            raise ValueError(problem)
+
+    def rate_at(self, step: int, num_steps: int) -> float:
+        """Learning rate of a step, as a share of the highest; it is smallest at the last step."""
+        num_warmup = math.ceil(self.warmup * num_steps)
+        if step < num_warmup:
+            return (step + 1) / num_warmup
+        if self.schedule == "constant":
+            return 1.0
+        first = num_warmup if self.schedule == "cosine" else round((1 - self.decay) * num_steps)
+        first = max(first, num_warmup)
+        if step < first:
+            return 1.0
+        share = (step - first + 1) / (num_steps - first)
+        if self.schedule == "cosine":
+            share = (1 - math.cos(math.pi * share)) / 2
+        return 1 + (self.final_rate - 1) * share
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A model and how it is trained: what a run's config.toml holds."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model; its fields are written without a prefix on the command line."""
+    train: Recipe = field(default_factory=Recipe)
+    """The recipe; its fields are written train.FIELD."""
+
+    def __post_init__(self) -> None:
+        fields.coerce(self)
+        if self.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"train.seq_len = {self.seq_len} is more than the model's max_seq_len = "
+                f"{self.model.max_seq_len}: lower it, or raise max_seq_len"
+            )
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in a sequence."""
+        return self.train.seq_len or self.model.max_seq_len
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in a batch."""
+        return self.train.batch_size * self.seq_len
+
+    @staticmethod
+    def from_overrides(model: ModelConfig, overrides: Mapping[str, Any]) -> "RunConfig":
+        """A model and the default recipe, with dotted fields replaced: `{"train.seed": 1}`."""
+        recipe = {n.removeprefix("train."): v for n, v in overrides.items() if _is_recipe(n)}
+        others = {n: v for n, v in overrides.items() if not _is_recipe(n)}
+        known = fields.document_fields(Recipe)
+        for name in recipe:
+            if name not in known:
+                close = fields.suggest(name, known) or f" The fields are: {', '.join(known)}."
+                raise ValueError(f"there is no configuration field 'train.{name}'.{close}")
+        return RunConfig(model=model.override(others), train=fields.override(Recipe(), recipe))
+
+    def to_toml(self) -> str:
+        """TOML text; `from_toml` gives the same configuration back."""
+        return fields.to_toml(self)
+
+    @staticmethod
+    def from_toml(text: str) -> "RunConfig":
+        """Inverse of `to_toml`."""
+        return fields.from_toml(RunConfig, text)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; `from_dict` gives the same configuration back."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(tree: Mapping[str, Any]) -> "RunConfig":
+        """Build from plain data, refusing unknown fields by name."""
+        return fields.build(RunConfig, tree)
+
+
+def _is_recipe(name: str) -> bool:
+    return name.startswith("train.")
+
+
+def _find_problems(recipe: Recipe) -> Iterator[str]:
+    budgets = ("steps", "tokens", "flops")
+    given = [name for name in budgets if getattr(recipe, name) is not None]
+    if len(given) > 1:
+        yield f"a run stops by one of steps, tokens and flops: take away {' or '.join(given[1:])}"
+    for name in (*given, "batch_size", "accumulate", "log_every", "val_tokens", "learning_rate"):
+        if not 0 < getattr(recipe, name) < math.inf:
+            yield f"train.{name} = {getattr(recipe, name)} must be greater than 0"
+    for name in ("seq_len", "shard_size", "val_every", "checkpoint_every"):
+        value = getattr(recipe, name)
+        if value is not None and value < 1:
+            yield f"train.{name} = {value} must be at least 1"
+    if recipe.batch_size % recipe.accumulate:
+        yield (
+            f"train.accumulate = {recipe.accumulate} must divide train.batch_size = "
+            f"{recipe.batch_size}"
+        )
+    for name in ("warmup", "decay", "final_rate", "beta1", "beta2"):
+        if not 0 <= getattr(recipe, name) <= 1:
+            yield f"train.{name} = {getattr(recipe, name)} must lie between 0 and 1"
+    for name in ("beta1", "beta2"):
+        if getattr(recipe, name) == 1:
+            yield f"train.{name} = 1 would never learn: give less than 1"
+    for name in ("clip", "weight_decay", "checkpoint_minutes"):
+        if not 0 <= getattr(recipe, name) < math.inf:
+            yield f"train.{name} = {getattr(recipe, name)} must be 0 or more"
+    if recipe.keep_checkpoints < 1:
+        yield "train.keep_checkpoints must be at least 1: without one nothing can be resumed"

@@ -1,0 +1,300 @@
+"""A run's folder: its configuration, where it came from, its metrics, its state, its lock.
+
+Owns the names and formats of the files (docs/runs.md), and that a kill leaves them readable. Does
+not know what a metric means, what is in a checkpoint, or torch.
+"""
+
+import fcntl
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from importlib import metadata
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+from depthmix.fields import suggest
+
+State = Literal["running", "finished", "interrupted", "failed"]
+MAX_DEPTH = 3
+_MARKS = frozenset({"provenance.json", "status.json", "metrics.jsonl"})
+
+
+class RunDir:
+    """One run's folder. Made by `create` or `open`; one process at a time writes, under `lock`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints, self.tensorboard = path / "checkpoints", path / "tensorboard"
+        self.metrics = path / "metrics.jsonl"
+        self._appending: int | None = None
+
+    @staticmethod
+    def create(path: str | Path, config_toml: str, provenance: Mapping[str, Any]) -> "RunDir":
+        """Start a new run; `provenance` is what `collect_provenance` gives."""
+        run = RunDir(Path(path))
+        if run.path.exists() and not run.path.is_dir():
+            raise ValueError(f"'{path}' is a file: choose another --out for the run's folder")
+        run.path.mkdir(parents=True, exist_ok=True)
+        config = run.path / "config.toml"
+        try:
+            if run.metrics.exists():
+                raise FileExistsError
+            # this claims the folder: of two that start at once, one is refused
+            with _name_file(config), open(config, "x", encoding="utf-8") as file:
+                file.write(config_toml)
+        except FileExistsError as error:
+            raise ValueError(
+                f"'{path}' already holds a run: go on with it by --resume {path}, or choose "
+                f"another --out"
+            ) from error
+        except OSError:
+            config.unlink(missing_ok=True)
+            raise
+        run.checkpoints.mkdir(exist_ok=True)
+        run.add_start(provenance)
+        return run
+
+    @staticmethod
+    def open(path: str | Path) -> "RunDir":
+        """An existing run, or a sentence that says why this is none."""
+        run = RunDir(Path(path))
+        if run.path.is_dir() and (run.path / "config.toml").is_file():
+            return run
+        raise ValueError(_tell_why_not(run.path))
+
+    def read_config(self) -> dict[str, Any]:
+        """The resolved configuration: tables `model` and `train`."""
+        path = self.path / "config.toml"
+        try:
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"'{path}' is damaged: {error}") from error
+
+    def add_start(self, provenance: Mapping[str, Any]) -> None:
+        """Note one more start of this run, with all that may have changed since the last."""
+        starts = [*self.read_json("provenance.json").get("starts", []), dict(provenance)]
+        _replace(self.path / "provenance.json", _to_json({"starts": starts}, indent=2))
+
+    def write_status(
+        self, state: State, *, step: int, num_steps: int, loss: float | None, reason: str = ""
+    ) -> None:
+        """Say where the run stands."""
+        status = {"state": state, "step": step, "num_steps": num_steps, "loss": loss}
+        status |= {"reason": reason, "updated": _now()}
+        _replace(self.path / "status.json", _to_json(status, indent=2))
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """`provenance.json` or `status.json`; empty where there is none yet."""
+        try:
+            return dict(json.loads((self.path / name).read_bytes()))
+        except FileNotFoundError:
+            return {}
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"'{self.path / name}' is not a JSON object: {error}") from error
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """Add one record; what is not finite is written as null. A failed write leaves no trace."""
+        assert {"step", "kind"} <= record.keys(), record
+        with _name_file(self.metrics):
+            if self._appending is None:
+                _cut_torn_line(self.metrics)
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+                self._appending = os.open(self.metrics, flags, 0o666)
+            num_bytes, line = os.fstat(self._appending).st_size, _to_json(record).encode()
+            try:
+                while line:
+                    line = line[os.write(self._appending, line) :]
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(self._appending, num_bytes)
+                raise
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drop what was recorded after `step`, which a resumed run computes again."""
+        self.close()
+        kept = [line for line, record in self._parse_lines() if record["step"] <= step]
+        if self.metrics.exists():
+            _replace(self.metrics, b"".join(line + b"\n" for line in kept).decode())
+
+    def read_metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """All records in order, or those of one kind; a last line torn by a kill is no record."""
+        return [record for _, record in self._parse_lines() if kind in (None, record.get("kind"))]
+
+    def _parse_lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        lines = self.metrics.read_bytes().split(b"\n") if self.metrics.exists() else [b""]
+        # every whole line ends in a newline: what follows the last one was torn by a kill
+        for number, line in enumerate(lines[:-1], 1):
+            try:
+                record = dict(json.loads(line))
+                int(record["step"])
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(
+                    f"'{self.metrics}' is damaged: line {number} is no record; remove that line"
+                ) from error
+            yield line, record
+
+    def close(self) -> None:
+        """Let go of the metrics file; the next record opens it again."""
+        if self._appending is not None:
+            os.close(self._appending)
+            self._appending = None
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other trainers out; the kernel lets go when the process dies, however it does."""
+        with open(self.path / ".lock", "a+", encoding="utf-8") as file:
+            # whoever lists runs holds the lock for an instant: that is no reason to refuse
+            if not _take_lock(file.fileno(), fcntl.LOCK_EX):
+                time.sleep(0.2)
+                if not _take_lock(file.fileno(), fcntl.LOCK_EX):
+                    file.seek(0)
+                    raise ValueError(
+                        f"another process ({file.read().strip()}) is training in '{self.path}': "
+                        f"wait for it to end, or choose another --out"
+                    )
+            file.truncate(0)
+            print(os.getpid(), "on", platform.node(), file=file, flush=True)
+            yield
+
+    def is_locked(self) -> bool:
+        """Whether a live process is training in this run."""
+        try:
+            with open(self.path / ".lock", "rb") as file:
+                return not _take_lock(file.fileno(), fcntl.LOCK_SH)
+        except OSError:
+            return False
+
+
+def name_run(preset: str, when: datetime, folder: str | Path = "runs") -> Path:
+    """A folder for a new run that does not exist yet: `runs/60m-mod-20261115-142233`."""
+    name = f"{Path(preset).name.removesuffix('.toml')}-{when:%Y%m%d-%H%M%S}"
+    names = (Path(folder, f"{name}-{n}" if n > 1 else name) for n in count(1))
+    return next(path for path in names if not path.exists())
+
+
+def collect_provenance(
+    *, seed: int, data: Mapping[str, Any], device: Mapping[str, Any], step: int = 0
+) -> dict[str, Any]:
+    """Where a start comes from: command, versions, machine, code, data, seed.
+
+    `data` (its folder and its manifest's hash) and `device` (GPU, CUDA) come from those who know.
+    """
+    versions = {"python": platform.python_version()}
+    for name in ("depthmix", "torch", "numpy", "triton"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {
+        "time": _now(),
+        "step": step,
+        "command": sys.argv,
+        "folder": os.getcwd(),
+        "versions": versions,
+        "platform": platform.platform(),
+        "device": dict(device),
+        "git": _ask_git(),
+        "data": dict(data),
+        "seed": seed,
+    }
+
+
+def _ask_git() -> dict[str, Any] | None:
+    """Commit of the current folder's repository, and whether tracked files differ from it."""
+    command = "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude=*"
+    try:
+        done = subprocess.run(
+            command.split(), capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    commit, _, dirty = done.stdout.strip().partition("-")
+    return {"commit": commit, "dirty": bool(dirty)}
+
+
+def find_runs(folder: str | Path) -> Iterator[Path]:
+    """Folders with the files of a run: this one, or those at most `MAX_DEPTH` levels below it."""
+    for where, below, files in os.walk(folder):
+        depth = len(Path(where).relative_to(folder).parts)
+        if not _MARKS.isdisjoint(files):
+            yield Path(where)
+            depth = MAX_DEPTH
+        below[:] = [name for name in below if depth < MAX_DEPTH and not name.startswith(".")]
+
+
+def _tell_why_not(path: Path) -> str:
+    """What was meant by a path that is no run."""
+    for parent in path.parents:
+        if (parent / "config.toml").is_file() and (parent / "provenance.json").is_file():
+            return f"'{path}' is a part of the run '{parent}': name that folder"
+    if not path.exists():
+        near = suggest(path.name, os.listdir(path.parent) if path.parent.is_dir() else ())
+        return f"there is no run '{path}': name a folder that training made.{near}"
+    if not path.is_dir():
+        return f"'{path}' is a file: name the folder of a run"
+    inside = [run for run in sorted(find_runs(path)) if run != path]
+    if inside:
+        return f"'{path}' is no run but holds {len(inside)}: name one, such as '{inside[-1]}'"
+    return f"'{path}' is no run: it has no config.toml; name a folder that training made"
+
+
+@contextmanager
+def _name_file(path: Path) -> Iterator[None]:
+    # a full disk is reported without saying where
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a kill, sees the old or the new one, whole."""
+    new = path.with_name(f".{path.name}.new")
+    with _name_file(path):
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+
+
+def _cut_torn_line(path: Path) -> None:
+    if path.is_file():
+        with open(path, "rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _take_lock(file: int, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # some network file systems have no locks: better to train without one than not at all
+        pass
+    return True
+
+
+def _to_json(value: Mapping[str, Any], indent: int | None = None) -> str:
+    """One line, or indented; ends in a newline."""
+    return json.dumps(_make_plain(value), indent=indent, allow_nan=False, default=str) + "\n"
+
+
+def _make_plain(value: Any) -> Any:
+    # numbers of numpy and torch
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, Mapping):
+        return {str(name): _make_plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_make_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

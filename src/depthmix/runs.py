@@ -1,0 +1,127 @@
+"""Runs as a table: what each is, how far it came, and how good it is.
+
+Reads run folders through `rundir`; knows no torch.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from depthmix import flops
+from depthmix.config import ModelConfig
+from depthmix.rundir import RunDir, find_runs
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+TITLES = ("run", "model", "step", "state", "FLOP", "loss", "top-k", "causal", "tok/s", "age")
+
+
+class RunSummary(NamedTuple):
+    """A run in numbers; None where there is none yet."""
+
+    path: str
+    state: str = "broken"
+    reason: str = ""
+    """Why it ended, or what is wrong with a broken folder."""
+    started: str = ""
+    updated: str = ""
+    step: int = 0
+    num_steps: int | None = None
+    num_parameters: int | None = None
+    flops: int | float | None = None
+    """Spent on training."""
+    loss: int | float | None = None
+    val_loss_topk: int | float | None = None
+    val_loss_causal: int | float | None = None
+    tokens_per_second: int | float | None = None
+
+
+def list_runs(folder: str | Path) -> list[RunSummary]:
+    """Every run in a folder and below, in order of their starts; broken ones are among them."""
+    found = [_summarize(path) for path in find_runs(folder)]
+    if not found:
+        raise ValueError(f"there is no run in '{folder}': 'depthmix train' makes one")
+    return sorted(found, key=lambda run: (run.started, run.path))
+
+
+def _summarize(path: Path) -> RunSummary:
+    try:
+        run = RunDir.open(path)
+        if "model" not in (config := run.read_config()):
+            raise ValueError("its config.toml has no table [model]")
+        status, provenance = run.read_json("status.json"), run.read_json("provenance.json")
+        last = {record.get("kind"): record for record in run.read_metrics()}
+        train, val, state = last.get("train", {}), last.get("val", {}), status.get("state")
+        if state in (None, "running"):
+            # a killed process cannot say that it is gone
+            state = "running" if run.is_locked() else "stopped"
+        return RunSummary(
+            path=str(path),
+            state=state,
+            reason=status.get("reason", ""),
+            started=provenance.get("starts", [{}])[0].get("time", ""),
+            updated=status.get("updated", ""),
+            step=max(status.get("step", 0), train.get("step", 0)),
+            num_steps=status.get("num_steps"),
+            num_parameters=flops.num_parameters(ModelConfig.from_dict(config["model"])).total,
+            flops=train.get("flops"),
+            loss=train.get("loss"),
+            val_loss_topk=val.get("loss_topk", val.get("loss")),
+            val_loss_causal=val.get("loss_causal"),
+            tokens_per_second=train.get("tokens_per_second"),
+        )
+    except (OSError, ValueError) as error:
+        return RunSummary(str(path), reason=str(error))
+    except (AttributeError, LookupError, TypeError) as error:
+        return RunSummary(str(path), reason=f"its files are not as training writes them: {error}")
+
+
+def to_json(runs: Sequence[RunSummary]) -> str:
+    """A JSON list with an object for each run."""
+    return json.dumps([run._asdict() for run in runs], indent=2)
+
+
+def print_runs(runs: Sequence[RunSummary], console: "Console") -> None:
+    """A table of runs, and below it what is to be said about single ones."""
+    rows = [TITLES, *map(_list_cells, runs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    # where the names find no room beside the numbers, they stand above them
+    fits = sum(widths) + 2 * (len(widths) - 1) <= console.width
+    for i, (name, *cells) in enumerate(rows):
+        cells = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
+        told = "  ".join((f"{name:{widths[0]}}", *cells)) if fits else f"{name}\n{' '.join(cells)}"
+        style = "bold" if i == 0 else ""
+        console.print(told, style=style, highlight=False, markup=False, soft_wrap=True)
+    for run in runs:
+        if run.reason:
+            console.print(f"\n{run.path}: {run.reason}", highlight=False, markup=False)
+
+
+def _list_cells(run: RunSummary) -> tuple[str, ...]:
+    losses = run.loss, run.val_loss_topk, run.val_loss_causal
+    return (
+        run.path,
+        _format("{:,.1f}M", run.num_parameters, 1e6),
+        f"{run.step}/{run.num_steps or '?'}",
+        run.state,
+        "-" if run.flops is None else _format_flops(run.flops),
+        *(_format("{:.3f}", loss) for loss in losses),
+        _format("{:,.0f}", run.tokens_per_second),
+        _format_age(run.started),
+    )
+
+
+def _format_flops(value: int | float) -> str:
+    return f"{value:.3g}".replace("e+0", "e").replace("e+", "e")
+
+
+def _format(pattern: str, value: int | float | None, unit: float = 1.0) -> str:
+    return "-" if value is None else pattern.format(value / unit)
+
+
+def _format_age(started: str) -> str:
+    age = datetime.now(UTC) - datetime.fromisoformat(started) if started else None
+    return "-" if age is None else f"{age / timedelta(hours=1):.1f}h"

@@ -1,0 +1,126 @@
+"""How good a model is on held-out text, under every selector that matters, and what routers do.
+
+Knows nothing of optimisers, schedules or where numbers go.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from depthmix.config import ModelConfig
+from depthmix.nn import Transformer
+from depthmix.nn.routing import Routing
+from depthmix.nn.transformer import Hidden
+from depthmix.train.loss import language_model_loss, routing_loss
+
+# logits of so many tokens at once
+CHUNK_TOKENS = 4096
+
+TokenBatch = tuple[Int[Tensor, "B T"], Int[Tensor, "B T"], Int[Tensor, "B T"] | None]
+
+
+class RouterView(NamedTuple):
+    """What the routers did with some batches, under top-k."""
+
+    weights: list[Tensor]
+    """Gates of the kept tokens, a tensor for each routed block."""
+    dead_share: float | None
+    """Share of tokens that no block kept."""
+
+
+@torch.no_grad()
+def validate(
+    run_model: Callable[..., Any],
+    config: ModelConfig,
+    batches: Iterable[TokenBatch],
+    precision: torch.dtype | None,
+) -> tuple[dict[str, Tensor], RouterView]:
+    """Mean losses over the batches: under the training's rule, and under the causal selector.
+
+    A dense model has one loss, `loss`; a routed one `loss_topk` and, where it has a trained causal
+    head, `loss_causal`, with the head's precision, recall and share routed. `run_model` is a
+    `Root`: it calls a function with the model.
+    """
+    selectors: dict[str, str | None] = {"loss": None}
+    if config.needs_selector_to_decode:
+        causal = find_causal_selector(config)
+        selectors = {"loss_topk": None} | ({} if causal is None else {"loss_causal": causal})
+    sums: dict[str, Tensor] = {}
+    weights: list[list[Tensor]] = [[] for _ in config.routed_layers]
+    dead, count = [], 0
+    for batch in batches:
+        count += 1
+        for name, selector in selectors.items():
+            loss, hidden = run_model(look_at_batch, *batch, selector, precision)
+            add(sums, name, loss)
+            if selector is not None:
+                continue
+            scored = routing_loss(config, hidden.routings, hidden.expert_routings)
+            for part, value in describe_routing(scored).items():
+                add(sums, part, value)
+            for found, routing in zip(weights, hidden.routings, strict=True):
+                found.append(routing.weight[routing.valid].float())
+            if hidden.routings:
+                dead.append(_count_dead(hidden.routings))
+    assert count > 0, "there is nothing to validate on"
+    means = {name: total / count for name, total in sums.items()}
+    dead_share = torch.stack(dead).mean().item() if dead else None
+    return means, RouterView([torch.cat(parts) for parts in weights], dead_share)
+
+
+def look_at_batch(
+    model: Transformer,
+    tokens: Int[Tensor, "B T"],
+    targets: Int[Tensor, "B T"],
+    documents: Int[Tensor, "B T"] | None,
+    selector: str | None,
+    precision: torch.dtype | None,
+) -> tuple[Float[Tensor, ""], Hidden]:
+    """Mean loss of a batch under a selector, from a few rows' logits at a time."""
+    kind = tokens.device.type
+    num_rows = max(1, CHUNK_TOKENS // tokens.shape[1])
+    with torch.autocast(kind, dtype=precision, enabled=precision is not None):
+        hidden = model.compute_hidden(tokens, selector=selector, document_ids=documents)
+        parts = zip(hidden.hidden.split(num_rows), targets.split(num_rows), strict=True)
+        losses = [language_model_loss(model.head(h), t) * h.shape[0] for h, t in parts]
+    return torch.stack(losses).sum() / tokens.shape[0], hidden
+
+
+def add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+    """Add to a named sum that may not be there yet."""
+    value = value.detach().double()
+    sums[name] = sums[name] + value if name in sums else value
+
+
+def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
+    """A loss in nats a token, told by the text's bytes: comparable between tokenizers."""
+    return None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
+
+
+def find_causal_selector(config: ModelConfig) -> str | None:
+    """The selector that generation uses, if this model is trained to have one."""
+    wanted = [config.causal_selector] if config.routed_layers else ["predictor", "router"]
+    known = [s for s in wanted if s is not None and config.find_selector_problem(s) is None]
+    return known[0] if known else None
+
+
+def describe_routing(scored: Any) -> dict[str, Tensor]:
+    """The parts of a `RoutingLoss` by name: `predictor_precision`, `router_recall`, …"""
+    found: dict[str, Tensor] = {}
+    for part, value in scored._asdict().items():
+        if part == "loss" or value is None:
+            continue
+        if isinstance(value, Tensor):
+            found[f"{part}_loss"] = value
+            continue
+        found |= {f"{part}_{name}": number for name, number in value._asdict().items()}
+    return found
+
+
+def _count_dead(routings: Sequence[Routing]) -> Float[Tensor, ""]:
+    kept = torch.stack([routing.slot >= 0 for routing in routings]).any(0)
+    return (~kept).double().mean()

@@ -1,0 +1,294 @@
+"""Where numbers go while training: the display, metrics.jsonl, TensorBoard, Weights & Biases.
+
+Owns how a step is shown and where a record is sent. Does not know what is measured, nor when.
+"""
+
+import math
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from depthmix.describe import format_number
+from depthmix.rundir import RunDir
+
+REFRESH_SECONDS = 0.25
+PLAIN_SECONDS = 10.0
+NUM_BINS = 32
+BAR_WIDTH = 24
+
+# the speed is that between so many refreshes: fewer, and one evaluation would change the outlook
+NUM_MARKS = 200
+
+Clock = Callable[[], float]
+
+
+class Logger:
+    """Takes the numbers of a training run, as a context manager.
+
+    Nothing here starts a thread that draws: the display is drawn from `show`, at most four times a
+    second, and numbers are only read then, so that one still on a GPU is rarely waited for.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        console: Console,
+        num_steps: int,
+        start_step: int = 0,
+        tensorboard: bool = True,
+        wandb: bool = False,
+        description: str = "",
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.run, self.console, self.num_steps = run, console, num_steps
+        self.start_step, self.description, self.clock = start_step, description, clock
+        self._wants_board, self._wants_wandb = tensorboard, wandb
+        self._board: Any = None
+        self._wandb: Any = None
+        self._live: Live | None = None
+        self._marks: deque[tuple[float, int]] = deque(maxlen=NUM_MARKS)
+        self._latest: tuple[int, Mapping[str, Any]] | None = None
+        self._drawn_at = -math.inf
+
+    def __enter__(self) -> "Logger":
+        if self._wants_wandb:
+            self._wandb = _start_wandb(self.run)
+        if self._wants_board:
+            self._board = self._open_board()
+        self._started_at = self.clock()
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            self._live = Live(console=self.console, auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        try:
+            # after a failure the numbers may be on a device that no longer answers
+            if error is None and self._latest is not None:
+                self._draw(*self._latest)
+        finally:
+            if self._live is not None:
+                self._live.stop()
+            self._close(failed=error is not None)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Keep a record with its `step` and `kind`; numbers in it become curves, by their names."""
+        self.run.append_metrics(record)
+        step, kind = record["step"], record["kind"]
+        rest = {name: value for name, value in record.items() if name not in ("step", "kind")}
+        curves = dict(_list_numbers(kind, rest))
+        if self._board is not None:
+            with self._name_board():
+                for tag, value in curves.items():
+                    self._board.add_scalar(tag, value, step)
+        if self._wandb is not None:
+            self._wandb.log(curves, step=step)
+
+    def histogram(
+        self, name: str, values: Tensor | np.ndarray | Sequence[float], step: int
+    ) -> None:
+        """Keep how values are distributed; those that are not finite are only counted."""
+        if isinstance(values, Tensor):
+            values = values.detach().to("cpu", torch.float64).numpy()
+        every = np.asarray(values, dtype=np.float64).reshape(-1)
+        finite = every[np.isfinite(every)]
+        counts, edges = np.histogram(finite, NUM_BINS)
+        summary = {"low": edges[0], "high": edges[-1], "counts": counts.tolist()}
+        summary |= {"num_values": finite.size, "num_not_finite": every.size - finite.size}
+        if finite.size:
+            summary |= {"mean": finite.mean(), "std": finite.std()}
+        self.run.append_metrics({"step": step, "kind": "router", "name": name, **summary})
+        if self._board is not None and finite.size:
+            with self._name_board():
+                self._board.add_histogram_raw(
+                    f"router/{name}",
+                    min=float(finite.min()),
+                    max=float(finite.max()),
+                    num=finite.size,
+                    sum=float(finite.sum()),
+                    sum_squares=float(finite @ finite),
+                    bucket_limits=edges[1:].tolist(),
+                    bucket_counts=counts.tolist(),
+                    global_step=step,
+                )
+        if self._wandb is not None and finite.size:
+            chart = self._wandb.Histogram(np_histogram=(counts, edges))
+            self._wandb.log({f"router/{name}": chart}, step=step)
+
+    def show(self, step: int, fields: Mapping[str, Any]) -> None:
+        """Say where training is, if it is time to; see `format_fields` for the names."""
+        self._latest = (step, fields)
+        pause = PLAIN_SECONDS if self._live is None else REFRESH_SECONDS
+        if self.clock() - self._drawn_at >= pause:
+            self._draw(step, fields)
+
+    def say(self, sentence: str) -> None:
+        """Print a line, above the bar where there is one."""
+        self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def _draw(self, step: int, fields: Mapping[str, Any]) -> None:
+        self._latest, self._drawn_at = None, self.clock()
+        self._marks.append((self._drawn_at, step))
+        told, counted = format_fields(fields), f"{step}/{self.num_steps}"
+        times = f"{_format_seconds(self._drawn_at - self._started_at)}{self._tell_end(step)}"
+        if self._live is None:
+            parts = (self.description, f"step {counted}", told, times)
+            self.say("  ".join(part for part in parts if part))
+            return
+        grid = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=self.num_steps, completed=step, width=BAR_WIDTH)
+        grid.add_row(Text(self.description), bar, Text(counted), Text(times))
+        self._live.update(Group(grid, Text(told)), refresh=True)
+
+    def _tell_end(self, step: int) -> str:
+        # counted from the first mark and not from the start: the first step may also compile
+        (then, from_step), left = self._marks[0], self.num_steps - step
+        if left <= 0 or step <= from_step:
+            return ""
+        seconds = left * (self._drawn_at - then) / (step - from_step)
+        # a first guess may lie beyond the calendar
+        if seconds > 1e9:
+            return ""
+        now = datetime.now()
+        end = now + timedelta(seconds=seconds)
+        day = "" if end.date() == now.date() else f"{end:%a %d %b} "
+        return f"  {_format_seconds(seconds)} left, ends {day}{end:%H:%M}"
+
+    def _open_board(self) -> Any:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            self.say("TensorBoard is not installed, so there is nothing for it in this run")
+            return None
+        # what a stopped run wrote after its checkpoint is hidden
+        purge_step = self.start_step + 1 if self.start_step else None
+        with self._name_board():
+            return SummaryWriter(str(self.run.tensorboard), purge_step=purge_step, flush_secs=10)
+
+    @contextmanager
+    def _name_board(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            why = f"TensorBoard's files cannot be written: {error.strerror or error}"
+            raise OSError(error.errno, why, str(self.run.tensorboard)) from error
+
+    def _close(self, *, failed: bool) -> None:
+        self.run.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=int(failed))
+        if self._board is None:
+            return
+        # what failed first is what there is to say
+        with suppress(OSError) if failed else self._name_board():
+            # closing alone does not tell what its thread could not write
+            self._board.flush()
+            self._board.close()
+
+
+class SilentLogger:
+    """A `Logger` that keeps and shows nothing, for every process but the first."""
+
+    def __enter__(self) -> "SilentLogger":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        pass
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def histogram(
+        self, name: str, values: Tensor | np.ndarray | Sequence[float], step: int
+    ) -> None:
+        """Nothing."""
+
+    def show(self, step: int, fields: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def say(self, sentence: str) -> None:
+        """Nothing."""
+
+
+def format_fields(fields: Mapping[str, Any]) -> str:
+    """What a step says, in a fixed order: known names in their units, others as they are.
+
+    Known are loss, tokens_per_second, flops_per_second, share_of_peak, routed, flops and
+    flops_budget. Empty (None) ones are left out.
+    """
+    words = {name: value for name, value in fields.items() if isinstance(value, str)}
+    rest = {n: float(v) for n, v in fields.items() if v is not None and n not in words}
+    parts = []
+    if (loss := rest.pop("loss", None)) is not None:
+        parts.append(f"loss {loss:.3f}")
+        # a diverged loss has no perplexity that a number could hold
+        parts.append(f"ppl {math.exp(min(loss, 700.0)):.4g}")
+    if (speed := rest.pop("tokens_per_second", None)) is not None:
+        parts.append(f"{format_number(speed)} tokens/s")
+    if (speed := rest.pop("flops_per_second", None)) is not None:
+        parts.append(f"{speed / 1e12:.3g} TFLOP/s")
+    if (share := rest.pop("share_of_peak", None)) is not None:
+        parts.append(f"{share:.1%} of peak")
+    if (share := rest.pop("routed", None)) is not None:
+        parts.append(f"routed {share:.1%}")
+    spent, budget = rest.pop("flops", None), rest.pop("flops_budget", None)
+    if spent is not None:
+        parts.append(f"{spent:.2e}" + (f" of {budget:.2e}" if budget else "") + " FLOP")
+    others = {name: f"{value:.4g}" for name, value in rest.items()} | words
+    return "  ".join((*parts, *(f"{name} {value}" for name, value in others.items())))
+
+
+def _list_numbers(tag: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Every number in a record, however deep, under its path."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _list_numbers(f"{tag}/{name}", inner)
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            yield from _list_numbers(f"{tag}/{i}", inner)
+    elif value is not None and not isinstance(value, str):
+        yield tag, float(value)
+
+
+def _start_wandb(run: RunDir) -> Any:
+    try:
+        import wandb  # pyrefly: ignore[missing-import]
+    except ImportError as error:
+        raise ValueError("W&B is not installed: pip install 'depthmix[wandb]'") from error
+    # the same id after a resume, so that the curve goes on
+    where = run.path / "wandb_id.txt"
+    if not where.exists():
+        where.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+    try:
+        wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "depthmix"),
+            name=run.path.resolve().name,
+            id=where.read_text(encoding="utf-8"),
+            resume="allow",
+            dir=str(run.path),
+            config=run.read_config(),
+        )
+    except wandb.Error as error:
+        raise ValueError(
+            f"W&B did not start ({error}): log in by 'wandb login', or set WANDB_MODE=offline"
+        ) from error
+    return wandb
+
+
+def _format_seconds(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,266 @@
+"""The training loop, visible from start to end: batch, step, metrics, validation, checkpoint.
+
+Owns the order of things. What each of them is lies in a module of its own.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from depthmix import flops
+from depthmix.checkpoint import (
+    Checkpoints,
+    collect_rng,
+    collect_tensors,
+    restore_rank_rng,
+    restore_tensors,
+    seed_rng,
+)
+from depthmix.data.loader import Batch, Loader, prefetch
+from depthmix.data.shards import Corpus
+from depthmix.nn import Transformer
+from depthmix.recipe import RunConfig
+from depthmix.rundir import RunDir
+from depthmix.train import parallel
+from depthmix.train.evaluate import TokenBatch, bits_per_byte, validate
+from depthmix.train.interrupt import Interrupt
+from depthmix.train.log import Logger, SilentLogger
+from depthmix.train.meter import Meter
+from depthmix.train.optim import make_optimizers, set_rates
+from depthmix.train.parallel import World
+from depthmix.train.step import Root, TrainStep
+
+VALIDATIONS_IN_A_RUN = 20
+
+
+class Outcome(NamedTuple):
+    """How a training ended."""
+
+    state: str
+    """finished, or interrupted."""
+    step: int
+    num_steps: int
+    val: dict[str, Any]
+    """The last validation."""
+    signal: int | None
+    """What interrupted it."""
+
+
+class Trainer:
+    """A model, its optimisers, its data and its checkpoints, ready to step."""
+
+    def __init__(self, run: RunConfig, corpus: Corpus, folder: RunDir, world: World) -> None:
+        recipe, device = run.train, world.device
+        self.run, self.corpus, self.folder, self.world = run, corpus, folder, world
+        self.num_steps = flops.count_steps(run)
+        self.files = _stamp_files(corpus)
+        shape = {"seq_len": run.seq_len, "rank": world.rank, "world_size": world.size}
+        shape |= {"batch_size": recipe.batch_size, "seed": recipe.seed}
+        self.loader = Loader(corpus.split("train"), **shape)
+        self.val_loader = _make_val_loader(corpus, shape)
+
+        # the same weights on every process, whatever their number; then a stream for each
+        torch.manual_seed(recipe.seed)
+        self.model = Transformer(run.model).to(device)
+        seed_rng(recipe.seed, world.rank, 0)
+        self.root = Root(self.model)
+        self.precision = parallel.resolve_precision(recipe, device)
+        compiled = device.type == "cuda" if recipe.compile is None else recipe.compile
+        if recipe.checkpoint_activations:
+            parallel.checkpoint_activations(self.model)
+        if world.size > 1:
+            if compiled:
+                parallel.compile_layers(self.model)
+            mesh = parallel.make_mesh(world.size, device.type, recipe.shard_size)
+            parallel.shard_model(self.root, mesh, self.precision)
+        graph = recipe.cuda_graph
+        if graph is None:
+            alone = device.type == "cuda" and world.size == 1
+            graph = alone and compiled and recipe.optimizer == "adamw"
+        self.optimizers = make_optimizers(self.model, recipe, capturable=graph)
+        self.step = TrainStep(
+            self.model,
+            self.optimizers,
+            # sharding casts the weights itself
+            precision=self.precision,
+            compile=compiled and world.size == 1,
+            cuda_graph=graph,
+            clip=recipe.clip,
+            accumulate=recipe.accumulate,
+            root=self.root,
+        )
+        self.checkpoints = Checkpoints(folder.checkpoints, keep_last=recipe.keep_checkpoints)
+        self.start_step = 0
+        self.val: dict[str, Any] = {}
+
+    def resume(self) -> list[str]:
+        """Go on from the newest sound checkpoint; returns what there is to tell."""
+        found = self.checkpoints.find_newest()
+        if found is None:
+            return ["there is no checkpoint yet: starting from the beginning"]
+        tensors = collect_tensors(self.model, self.optimizers)
+        state = self.checkpoints.load(found, tensors)
+        restore_tensors(self.model, self.optimizers, tensors)
+        self.start_step, self.val = found.step, state["val"]
+        self.loader.load_state_dict(state["loader"])
+        told = restore_rank_rng(
+            state["rng"],
+            rank=self.world.rank,
+            num_ranks=self.world.size,
+            seed=self.run.train.seed,
+            step=found.step,
+        )
+        return [*found.damaged, f"resuming at step {found.step}", *([told] if told else [])]
+
+    def train(self, console: Console) -> Outcome:
+        """Run to the end of the budget, or until somebody wants it to stop."""
+        recipe, num_steps, world = self.run.train, self.num_steps, self.world
+        val_every = recipe.val_every or math.ceil(num_steps / VALIDATIONS_IN_A_RUN)
+        meter, step, loss = Meter(self.run, world), self.start_step, math.nan
+        logger = SilentLogger()
+        if world.is_first:
+            logger = Logger(
+                self.folder,
+                console=console,
+                num_steps=num_steps,
+                start_step=step,
+                tensorboard=recipe.tensorboard,
+                wandb=recipe.wandb,
+                description=self.folder.path.name,
+            )
+            self.folder.write_status("running", step=step, num_steps=num_steps, loss=None)
+        saved_at, shown = time.monotonic(), {}
+        with logger, Interrupt() as interrupt, prefetch(self.loader) as batches:
+            while step < num_steps:
+                rate = set_rates(self.optimizers, recipe, step, num_steps)
+                meter.add(self.step(*self._move(batches.next())))
+                step += 1
+                if step % recipe.log_every == 0 or step == num_steps:
+                    record = meter.read(step)
+                    loss = record["loss"]
+                    self._check_finite(record, step)
+                    perplexity = math.exp(min(loss, 700.0))
+                    extra = {"perplexity": perplexity, "learning_rate": rate}
+                    extra["epoch"] = self.loader.epoch
+                    extra["bits_per_byte"] = bits_per_byte(loss, self.corpus.bytes_per_token)
+                    logger.log({"step": step, "kind": "train", **record, **extra})
+                    shown = _choose_shown(record, num_steps * meter.flops_per_step)
+                if shown:
+                    logger.show(step, shown)
+                if step % val_every == 0 or step == num_steps:
+                    began = time.perf_counter()
+                    self.val = self._validate(logger, step)
+                    meter.pause(time.perf_counter() - began)
+                due = recipe.checkpoint_every or 0
+                if due:
+                    wish = step % due == 0
+                else:
+                    wish = time.monotonic() - saved_at > 60 * recipe.checkpoint_minutes
+                save, stop = world.agree(wish, interrupt.signal is not None)
+                if save or stop or step == num_steps:
+                    began = time.perf_counter()
+                    if step % recipe.log_every and step != num_steps:
+                        # nothing that is not finite may be saved
+                        self._check_finite(meter.peek(), step)
+                    self._save(step, batches.state_dict())
+                    saved_at = time.monotonic()
+                    meter.pause(time.perf_counter() - began)
+                self.checkpoints.poll()
+                if stop and step < num_steps:
+                    break
+            self.checkpoints.wait()
+        state = "finished" if step == num_steps else "interrupted"
+        if world.is_first:
+            self.folder.write_status(state, step=step, num_steps=num_steps, loss=loss)
+        return Outcome(state, step, num_steps, self.val, interrupt.signal)
+
+    def _move(self, batch: Batch) -> TokenBatch:
+        """A batch as tensors on this process's device."""
+        documents = batch.documents if self.run.train.document_mask else None
+        arrays = (batch.tokens, batch.targets, documents)
+        tensors = [None if a is None else torch.from_numpy(a.astype(np.int64)) for a in arrays]
+        if self.world.device.type == "cuda":
+            tensors = [
+                None if t is None else t.pin_memory().to(self.world.device, non_blocking=True)
+                for t in tensors
+            ]
+        tokens, targets, documents = tensors
+        assert tokens is not None
+        assert targets is not None
+        return tokens, targets, documents
+
+    def _validate(self, logger: Logger | SilentLogger, step: int) -> dict[str, Any]:
+        if self.val_loader is None:
+            return {}
+        means, view = validate(self.root, self.run.model, self._read_val_batches(), self.precision)
+        values = self.world.average(torch.stack(list(means.values())))
+        record = dict(zip(means, values.tolist(), strict=True))
+        per_token = self.val_loader.split.bytes_per_token
+        for name in [name for name in record if name in ("loss", "loss_topk", "loss_causal")]:
+            record[name.replace("loss", "bits_per_byte")] = bits_per_byte(record[name], per_token)
+        if view.dead_share is not None:
+            record["dead_share"] = view.dead_share
+        logger.log({"step": step, "kind": "val", **record})
+        for layer, weights in zip(self.run.model.routed_layers, view.weights, strict=True):
+            logger.histogram(f"weights_layer_{layer}", weights, step)
+        return record
+
+    def _read_val_batches(self) -> Iterator[TokenBatch]:
+        """The same first tokens of the validation split every time."""
+        loader = self.val_loader
+        assert loader is not None
+        loader.position = 0
+        wanted = max(1, self.run.train.val_tokens // self.run.tokens_per_step)
+        for _ in range(min(wanted, max(1, loader.num_rows_per_epoch // loader.batch_size))):
+            yield self._move(loader.next())
+
+    def _save(self, step: int, loader: dict[str, Any]) -> None:
+        _check_unchanged(self.corpus, self.files)
+        state = {"loader": loader, "val": self.val, "config": self.run.to_dict()}
+        state["data"] = self.corpus.manifest_hash
+        score = self.val.get("loss_causal", self.val.get("loss_topk", self.val.get("loss")))
+        tensors = collect_tensors(self.model, self.optimizers)
+        self.checkpoints.save(step, tensors, {**state, "rng": collect_rng()}, score=score)
+
+    def _check_finite(self, record: dict[str, Any], step: int) -> None:
+        broken = [n for n in ("total_loss", "grad_norm") if not math.isfinite(record.get(n, 0.0))]
+        if not broken:
+            return
+        raise ValueError(
+            f"training diverged: {' and '.join(broken)} stopped being finite by step {step}. The "
+            f"last good checkpoint in {self.folder.checkpoints} is intact: start again with a "
+            f"lower train.learning_rate or a longer train.warmup"
+        )
+
+
+def _choose_shown(record: dict[str, Any], budget: float) -> dict[str, Any]:
+    names = ("loss", "tokens_per_second", "flops_per_second", "share_of_peak", "flops")
+    routed = record.get("predictor_routed_fraction", record.get("router_routed_fraction"))
+    return {**{name: record[name] for name in names}, "flops_budget": budget, "routed": routed}
+
+
+def _make_val_loader(corpus: Corpus, shape: dict[str, int]) -> Loader | None:
+    """The validation split in its own order; None where it is shorter than one row."""
+    split = corpus.split("val")
+    if split.num_tokens <= shape["seq_len"]:
+        return None
+    return Loader(split, **shape, shuffle=False)
+
+
+def _stamp_files(corpus: Corpus) -> dict[str, tuple[int, int]]:
+    paths = [corpus.folder / s.file for p in corpus.manifest.splits.values() for s in p.shards]
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
+
+
+def _check_unchanged(corpus: Corpus, stamps: dict[str, tuple[int, int]]) -> None:
+    for path, stamp in _stamp_files(corpus).items():
+        if stamp != stamps[path]:
+            raise ValueError(
+                f"{path} changed while training: put back the file as it was and resume from the "
+                f"last checkpoint, which is intact"
+            )

@@ -1,0 +1,97 @@
+"""Optimisers over a finished model: which parameter gets which rate, and the rate of a step.
+
+Knows nothing of losses or data.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from depthmix.nn import Transformer
+from depthmix.nn.router import Predictor, Router
+from depthmix.recipe import BASE_WIDTH, Recipe
+
+MUON_MOMENTUM = 0.95
+
+
+def group_parameters(model: Transformer) -> dict[str, list[nn.Parameter]]:
+    """Parameters by how they are trained: matrices, heads, others; each once.
+
+    `matrices` are the blocks' own: an update of one of their entries is summed over the width, so
+    their rate falls with it (arXiv:2203.03466). So does that of `heads`, the routers and
+    predictors, which do not decay: a decayed router would drift towards ties. Embeddings and
+    norms, the `others`, meet one entry at a time.
+    """
+    heads = {
+        id(p)
+        for m in model.modules()
+        if isinstance(m, Router | Predictor)
+        for p in m.parameters()
+        if p.ndim > 1
+    }
+    groups: dict[str, list[nn.Parameter]] = {"matrices": [], "heads": [], "others": []}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in heads:
+            groups["heads"].append(parameter)
+        elif ".layers." in f".{name}" and parameter.ndim > 1:
+            groups["matrices"].append(parameter)
+        else:
+            groups["others"].append(parameter)
+    return groups
+
+
+def make_optimizers(
+    model: Transformer, recipe: Recipe, *, capturable: bool = False
+) -> list[Optimizer]:
+    """What `recipe` asks for; `set_rates` gives the learning rates before each step.
+
+    `capturable` is for steps that are recorded as a CUDA graph: rates are then tensors, which a
+    replay reads anew.
+    """
+    on_gpu = model.embedding.weight.is_cuda
+    scale = BASE_WIDTH / model.config.width if recipe.scale_by_width else 1.0
+    scales = {"matrices": scale, "heads": scale, "others": 1.0}
+    decays = {"matrices": recipe.weight_decay, "heads": 0.0, "others": 0.0}
+    groups = {name: params for name, params in group_parameters(model).items() if params}
+    optimizers: list[Optimizer] = []
+    if recipe.optimizer == "muon":
+        # stacks of experts are not one matrix: they stay with AdamW
+        flat = [p for p in groups.get("matrices", []) if p.ndim == 2]
+        groups["matrices"] = [p for p in groups.get("matrices", []) if p.ndim != 2]
+        # an update of AdamW's size, so that one learning rate serves both
+        muon = torch.optim.Muon(
+            [{"params": flat, "scale": scale}],
+            weight_decay=recipe.weight_decay,
+            momentum=MUON_MOMENTUM,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        optimizers.append(muon)
+    optimizers.append(
+        torch.optim.AdamW(
+            [
+                {"params": params, "scale": scales[name], "weight_decay": decays[name]}
+                for name, params in groups.items()
+                if params
+            ],
+            betas=(recipe.beta1, recipe.beta2),
+            fused=on_gpu,
+            capturable=capturable,
+        )
+    )
+    if capturable:
+        for group in (g for optimizer in optimizers for g in optimizer.param_groups):
+            group["lr"] = torch.tensor(0.0, device=model.embedding.weight.device)
+    return optimizers
+
+
+def set_rates(optimizers: Sequence[Optimizer], recipe: Recipe, step: int, num_steps: int) -> float:
+    """Give every group its learning rate for `step`; returns the unscaled one."""
+    rate = recipe.learning_rate * recipe.rate_at(step, num_steps)
+    for group in (g for optimizer in optimizers for g in optimizer.param_groups):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate * group["scale"])
+        else:
+            group["lr"] = rate * group["scale"]
+    return rate

@@ -1,0 +1,133 @@
+"""Many processes, by PyTorch's own engine: FSDP2 and HSDP on a device mesh, under torchrun.
+
+Acts on a finished model from outside, and so do compilation and activation checkpointing. Knows
+nothing of data, losses or optimisers.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from depthmix.nn import Transformer
+from depthmix.nn.router import Router
+from depthmix.recipe import Recipe
+
+
+class World(NamedTuple):
+    """This process among all of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.rank == 0
+
+    def agree(self, *wishes: bool) -> list[bool]:
+        """What any process wishes, all do."""
+        if self.size == 1:
+            return list(wishes)
+        votes = torch.tensor(wishes, dtype=torch.int32)
+        dist.all_reduce(votes, dist.ReduceOp.MAX)
+        return [bool(vote) for vote in votes.tolist()]
+
+    def average(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean over all processes, on the CPU."""
+        values = values.detach().to("cpu", torch.float64)
+        if self.size > 1:
+            dist.all_reduce(values)
+            values /= self.size
+        return values
+
+
+@contextmanager
+def open_world(device: str | None = None) -> Iterator[World]:
+    """The processes that torchrun started, or this one alone."""
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no CUDA device is visible to torch: leave out --device cuda")
+    if "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
+        yield World(0, 1, torch.device(kind))
+        return
+    place = torch.device(kind)
+    if kind == "cuda":
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(place)
+    # gloo beside NCCL: small agreements and checkpoints happen on the CPU
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), place)
+    finally:
+        dist.destroy_process_group()
+
+
+def make_mesh(size: int, device: str, shard_size: int | None) -> Any:
+    """One dimension of processes that share the weights, or two where they are replicated too."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shard_size = shard_size or size
+    if size % shard_size:
+        raise ValueError(
+            f"train.shard_size = {shard_size} must divide the {size} processes of this run"
+        )
+    if shard_size == size:
+        return init_device_mesh(device, (size,), mesh_dim_names=("shard",))
+    shape = (size // shard_size, shard_size)
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def shard_model(root: nn.Module, mesh: Any, precision: torch.dtype | None) -> None:
+    """Share parameters, gradients and optimiser state between the mesh's processes, in place.
+
+    A group of its own for every block, so that one is gathered while another computes. Routers
+    keep their float32: rounded, their scores would tie.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    model = root.model
+    assert isinstance(model, Transformer)
+    for module in model.modules():
+        if isinstance(module, Router):
+            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(root, mesh=mesh, mp_policy=policy)
+
+
+def compile_layers(model: Transformer) -> None:
+    """Compile each layer on its own: sharding acts between them."""
+    for layer in model.layers:
+        layer.compile()
+
+
+def checkpoint_activations(model: Transformer) -> None:
+    """Keep only what enters each block; the backward pass computes the rest again."""
+    from torch.utils.checkpoint import checkpoint
+
+    for layer in model.layers:
+        layer.forward = _recompute(checkpoint, layer.forward)
+
+
+def _recompute(checkpoint: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return checkpointed
+
+
+def resolve_precision(recipe: Recipe, device: torch.device) -> torch.dtype | None:
+    """The type of the matrix products, None for float32."""
+    wanted = recipe.precision
+    if wanted == "auto":
+        wanted = "bfloat16" if device.type == "cuda" else "float32"
+    return torch.bfloat16 if wanted == "bfloat16" else None

@@ -1,0 +1,162 @@
+"""Weights are found from any path, and what cannot be used is told in a sentence."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from depthmix.checkpoint import Checkpoints, load_model, load_weights
+from depthmix.checkpoint import folder as disk
+
+
+@pytest.fixture
+def run(tmp_path: Path, make_training: Any) -> tuple[Path, Any]:
+    """A run with checkpoints of steps 1 (the best), 2 and 3, and its training."""
+    training = make_training()
+    checkpoints = Checkpoints(tmp_path / "checkpoints", asynchronous=False)
+    for step, score in ((1, 1.0), (2, 3.0), (3, 2.0)):
+        training.run(1)
+        checkpoints.save(step, training.collect(), training.state, score=score)
+        if step == 1:
+            training.best = training.copy()["model"]
+    return tmp_path, training
+
+
+def same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    assert weights.keys() == expected.keys()
+    return all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def test_weights_are_found_from_every_path(run: tuple[Path, Any]) -> None:
+    folder, training = run
+    newest, step = training.collect()["model"], folder / "checkpoints" / "step-00000003"
+    for path in (folder, folder / "checkpoints"):
+        assert same(load_weights(path), training.best)
+        assert same(load_weights(str(path), which="best"), training.best)
+        assert same(load_weights(path, which="newest"), newest)
+    assert same(load_weights(step), newest)
+    assert same(load_weights(step / "model.safetensors"), newest)
+    assert not same(newest, training.best)
+
+
+def test_without_scores_weights_are_the_newest(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, asynchronous=False)
+    for step in (1, 2):
+        checkpoints.save(step, {"model": {"w": torch.tensor([step])}}, {})
+    assert load_weights(tmp_path)["w"].tolist() == [2]
+    with pytest.raises(ValueError, match="has a score: ask for the newest"):
+        load_weights(tmp_path, which="best")
+
+
+@pytest.mark.parametrize("overrides", [{}, {"tied_head": False}, {"routing.strategy": "none"}])
+def test_a_loaded_model_computes_the_same(
+    tmp_path: Path, make_training: Any, overrides: dict[str, Any]
+) -> None:
+    training = make_training(**overrides)
+    training.run(2)
+    checkpoints = Checkpoints(tmp_path, asynchronous=False)
+    checkpoints.save(2, training.collect(), training.state)
+    before = torch.get_rng_state()
+    model = load_model(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.training
+    assert model.config == training.model.config
+    assert (model.head.weight is model.embedding.weight) == model.config.tied_head
+    tokens = torch.randint(256, (2, 20))
+    expected = training.model.eval()(tokens, selector="topk").logits
+    assert torch.equal(model(tokens, selector="topk").logits, expected)
+    # it can be trained on
+    model(tokens).logits.sum().backward()
+    assert all(p.grad is not None for p in [model.embedding.weight, model.norm.weight])
+
+
+def test_a_loaded_model_is_the_one_asked_for(run: tuple[Path, Any]) -> None:
+    folder, training = run
+    best, newest = load_model(folder, which="best"), load_model(str(folder))
+    assert torch.equal(best.norm.weight, training.best["norm.weight"])
+    assert torch.equal(newest.norm.weight, training.model.norm.weight)
+
+
+def test_a_model_saved_in_bf16_comes_back_in_bf16(tmp_path: Path, make_training: Any) -> None:
+    training = make_training()
+    training.model.bfloat16()
+    Checkpoints(tmp_path, asynchronous=False).save(1, training.collect(), training.state)
+    model = load_model(tmp_path)
+    assert model.norm.weight.dtype == torch.bfloat16
+    # whose positions must not be
+    assert torch.equal(model.phase_table, training.model.phase_table)
+    assert model.phase_table.dtype == torch.float32
+
+
+def test_paths_without_a_checkpoint(tmp_path: Path) -> None:
+    for load in (load_weights, load_model):
+        with pytest.raises(ValueError, match="there is nothing at"):
+            load(tmp_path / "nowhere")
+        with pytest.raises(ValueError, match="holds no checkpoint"):
+            load(tmp_path)
+    (tmp_path / "model.pt").write_bytes(b"\x80\x02}q\x00.")
+    with pytest.raises(ValueError, match="is not a sound safetensors file"):
+        load_weights(tmp_path / "model.pt")
+    with pytest.raises(ValueError, match="is a file: give a run's folder"):
+        load_model(tmp_path / "model.pt")
+    (tmp_path / "model.rank-00000-of-00002.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="is one rank's share"):
+        load_weights(tmp_path / "model.rank-00000-of-00002.safetensors")
+
+
+def test_a_damaged_checkpoint_is_refused_and_another_named(run: tuple[Path, Any]) -> None:
+    folder, _ = run
+    broken = folder / "checkpoints" / "step-00000003"
+    (broken / "optimizer.safetensors").unlink()
+    assert load_model(folder).config.width == 64
+    (broken / "model.safetensors").write_bytes(b"short")
+    for path in (folder, broken):
+        with pytest.raises(ValueError, match=r"has 5 bytes .* such as .*step-00000002$"):
+            load_weights(path, which="newest")
+
+
+def rewrite_state(checkpoint: Path, change: dict[str, Any]) -> None:
+    """Change the state and make the checksums fit it."""
+    state = disk.read_state(checkpoint) | change
+    disk.write_json(checkpoint / disk.STATE, state)
+    sums = json.loads((checkpoint / disk.CHECKSUMS).read_text())
+    sums["files"][disk.STATE] = disk.measure_file(checkpoint / disk.STATE)
+    disk.write_json(checkpoint / disk.CHECKSUMS, sums)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"width": 32}, "do not fit its configuration: 'embedding.weight' is (256, 64) and should"),
+        ({"num_layers": 6}, "'layers.4.attention.w_out.weight' is missing and should be (64, 64)"),
+        ({"num_layers": 2}, "is (64, 64) and should be absent"),
+        ({"wide": 3}, "is not valid: there is no configuration field 'wide'"),
+        (None, "has no configuration of a model"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(
+    run: tuple[Path, Any], change: dict[str, Any] | None, sentence: str
+) -> None:
+    folder, training = run
+    model = None if change is None else training.model.config.to_dict() | change
+    checkpoint = folder / "checkpoints" / "step-00000003"
+    rewrite_state(checkpoint, {"config": {"model": model}})
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        load_model(checkpoint)
+
+
+def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
+    tensors = {"model": {}, "optimizer": {"w.step": torch.ones(())}}
+    Checkpoints(tmp_path, asynchronous=False).save(1, tensors, {})
+    with pytest.raises(ValueError, match="holds no weights"):
+        load_weights(tmp_path)
+
+
+@pytest.mark.gpu
+def test_a_model_is_loaded_onto_the_gpu(run: tuple[Path, Any]) -> None:
+    model = load_model(run[0], device="cuda")
+    assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"cuda"}
+    assert model.head.weight is model.embedding.weight
