@@ -166,6 +166,14 @@ def test_orders_differ_by_seed_and_by_epoch(split: Split) -> None:
     assert_equal(plain.read_rows(0, num_rows), plain.read_rows(num_rows, num_rows))
 
 
+def test_passed_epochs_are_forgotten(split: Split) -> None:
+    loader = make_loader(split)
+    for _ in range(40):
+        loader.next()
+    assert loader.epoch > 5
+    assert len(loader._epochs) <= 2
+
+
 def test_neighbouring_rows_are_mixed(make_folder: FolderMaker) -> None:
     split = Corpus.open(make_folder(number_documents([900]))).split("train")
     batch = make_loader(split, batch_size=50).next()

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -303,7 +304,9 @@ def test_neither_split_is_empty(tmp_path: Path, fraction: float) -> None:
     assert sum(num_bytes) == 11
 
 
-def test_a_single_document_is_shared(tmp_path: Path) -> None:
+def test_a_single_document_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # between its halves nothing may be recorded
+    monkeypatch.setattr(prepare_module, "RECORD_SECONDS", 0.0)
     path = tmp_path / "a.txt"
     path.write_text("a line\n" * 100)
     prepare(path, tmp_path / "out", val_fraction=0.02)
@@ -378,6 +381,32 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(
         patch.setattr(os, "replace", fail)
         with pytest.raises(OSError, match=rf"cannot write .*{name} \(No space left on device\)"):
             prepare(source, tmp_path / "out")
+    prepare(source, tmp_path / "out")
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+
+
+LIMITED = """
+import resource, sys
+from depthmix.data import prepare
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
+try:
+    prepare([sys.argv[1]], sys.argv[2], vocab_size=300, val_fraction=0.2)
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a limit on files")
+def test_a_write_that_the_system_refuses_is_a_sentence(source: Path, tmp_path: Path) -> None:
+    (source / "long.txt").write_text("\n".join(f"{i * i}" for i in range(3000)))
+    prepare(source, tmp_path / "whole")
+    # enough for the tokenizer, too little for the shard
+    limit = (tmp_path / "whole" / "tokenizer.json").stat().st_size + 100
+    assert limit < (tmp_path / "whole" / "train-00000.bin").stat().st_size
+    command = [sys.executable, "-c", LIMITED, str(source), str(tmp_path / "out"), str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.match(r"cannot write .*train-00000\.bin \(File too large\): make room", done.stdout)
+    assert done.stderr == ""
     prepare(source, tmp_path / "out")
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 

@@ -96,14 +96,15 @@ def test_going_on_from_a_record_gives_the_same_files(first: int, more: int, cras
 
 
 def test_without_a_record_everything_is_written_anew(tmp_path: Path) -> None:
-    for _ in range(2):
-        writer = make_writer(tmp_path)
+    writer = make_writer(tmp_path, shard_tokens=1)
+    for _ in range(3):
         add(writer, [1, 2])
-        writer.close()
+    writer.close()
     writer = make_writer(tmp_path)
     add(writer, [3])
     assert writer.finish().num_documents == 1
     assert read_back(tmp_path) == [[3]]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_part_that_got_shorter_is_named(tmp_path: Path) -> None:

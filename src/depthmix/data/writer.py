@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -63,7 +63,7 @@ class ShardWriter:
         """Add a piece to the document that is being written."""
         assert ids.dtype == self.dtype
         # before a document and not after one, so that the last document is never in a closed shard
-        if self.open_tokens == 0 and self.part_tokens >= self.shard_tokens:
+        if self.part_tokens >= self.shard_tokens:
             self._close_shard()
             self._open()
         with explain_writing(self.bin_path):
@@ -131,7 +131,9 @@ class ShardWriter:
 
     def close(self) -> None:
         """Let go of the files."""
-        self._files.close()
+        # what a full disk did not take was never recorded, and its sentence is on its way
+        with suppress(OSError):
+            self._files.close()
 
     @property
     def bin_path(self) -> Path:

@@ -40,8 +40,10 @@ class Decider(nn.Module):
         decoding: bool = False,
     ) -> tuple[Float[Tensor, "B K D"], Float[Tensor, "B T D"], Place, Routing]:
         """The kept tokens, the stream to add to, the tokens' places, and what was decided."""
-        logits_BT = self.router(x).squeeze(-1)
-        predicted_BT = None if self.predictor is None else self.predictor(x).squeeze(-1)
+        # sums over one score, and not views of it: a module that returns a view of its result
+        # cannot be sharded safely
+        logits_BT = self.router(x).sum(-1)
+        predicted_BT = None if self.predictor is None else self.predictor(x).sum(-1)
         if self.config.strategy == "early_exit":
             candidates = rules.survivors(candidates, previous)
         # decisions are not differentiable: the gate and the losses carry the gradient
@@ -57,7 +59,7 @@ class Decider(nn.Module):
         x_BKD, x = gather_tokens(x, kept.index, kept.slot)
         # scored again from the gathered tokens: the gate's gradient then stays among them, where
         # by way of logits_BT it would touch every token
-        weight_BK = rules.apply_gate(self.config.gate, self.router(x_BKD).squeeze(-1))
+        weight_BK = rules.apply_gate(self.config.gate, self.router(x_BKD).sum(-1))
         valid_BK = torch.ones_like(kept.index, dtype=torch.bool)
         if kept.valid is not None:
             valid_BK = kept.valid

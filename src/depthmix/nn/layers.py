@@ -52,8 +52,8 @@ class Linear(nn.Linear):
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__(width_in, width_out, bias=False)
 
-    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B F"]:
-        return linear(x, self.weight)
+    def forward(self, input: Float[Tensor, "*B D"]) -> Float[Tensor, "*B F"]:
+        return linear(input, self.weight)
 
 
 class MLP(nn.Module):

@@ -5,7 +5,7 @@ Knows nothing of optimisers, schedules or where numbers go.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -23,27 +23,19 @@ CHUNK_TOKENS = 4096
 TokenBatch = tuple[Int[Tensor, "B T"], Int[Tensor, "B T"], Int[Tensor, "B T"] | None]
 
 
-class RouterView(NamedTuple):
-    """What the routers did with some batches, under top-k."""
-
-    weights: list[Tensor]
-    """Gates of the kept tokens, a tensor for each routed block."""
-    dead_share: float | None
-    """Share of tokens that no block kept."""
-
-
 @torch.no_grad()
 def validate(
     run_model: Callable[..., Any],
     config: ModelConfig,
     batches: Iterable[TokenBatch],
     precision: torch.dtype | None,
-) -> tuple[dict[str, Tensor], RouterView]:
+) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Mean losses over the batches: under the training's rule, and under the causal selector.
 
     A dense model has one loss, `loss`; a routed one `loss_topk` and, where it has a trained causal
-    head, `loss_causal`, with the head's precision, recall and share routed. `run_model` is a
-    `Root`: it calls a function with the model.
+    head, `loss_causal`, with the head's precision, recall and share routed, and `dead_share`, that
+    of tokens that no block kept. Beside them the gates of the kept tokens, a tensor for each routed
+    block. `run_model` is a `Root`: it calls a function with the model.
     """
     selectors: dict[str, str | None] = {"loss": None}
     if config.needs_selector_to_decode:
@@ -51,7 +43,7 @@ def validate(
         selectors = {"loss_topk": None} | ({} if causal is None else {"loss_causal": causal})
     sums: dict[str, Tensor] = {}
     weights: list[list[Tensor]] = [[] for _ in config.routed_layers]
-    dead, count = [], 0
+    count = 0
     for batch in batches:
         count += 1
         for name, selector in selectors.items():
@@ -65,11 +57,10 @@ def validate(
             for found, routing in zip(weights, hidden.routings, strict=True):
                 found.append(routing.weight[routing.valid].float())
             if hidden.routings:
-                dead.append(_count_dead(hidden.routings))
+                add(sums, "dead_share", _count_dead(hidden.routings))
     assert count > 0, "there is nothing to validate on"
     means = {name: total / count for name, total in sums.items()}
-    dead_share = torch.stack(dead).mean().item() if dead else None
-    return means, RouterView([torch.cat(parts) for parts in weights], dead_share)
+    return means, [torch.cat(parts) for parts in weights]
 
 
 def look_at_batch(

@@ -53,15 +53,17 @@ def launch(plan: Plan, console: Console) -> tuple[Outcome, RunDir]:
         data = plan.data or _find_data(old)
         data = data or ranks.do_first(lambda: _prepare_default(quiet))
         corpus = ranks.do_first(lambda: _open_corpus(data, run, old))
-        about = {"data": {"folder": str(corpus.folder.resolve()), "hash": corpus.manifest_hash}}
-        about["device"] = _describe_device(world)
+        where = {"folder": str(corpus.folder.resolve()), "hash": corpus.manifest_hash}
+
+        def describe_start(step: int) -> dict[str, Any]:
+            device = _describe_device(world)
+            return collect_provenance(seed=run.train.seed, data=where, device=device, step=step)
 
         def open_folder() -> Path:
             if old is not None:
                 return old.path
-            made = collect_provenance(seed=run.train.seed, **about)
             path = plan.out or name_run(plan.name, datetime.now())
-            return RunDir.create(path, run.to_toml(), made).path
+            return RunDir.create(path, run.to_toml(), describe_start(0)).path
 
         folder = RunDir(ranks.do_first(open_folder))
         if world.is_first:
@@ -73,9 +75,8 @@ def launch(plan: Plan, console: Console) -> tuple[Outcome, RunDir]:
                 for sentence in trainer.resume():
                     quiet.print(sentence, highlight=False, soft_wrap=True)
             if old is not None and world.is_first:
-                step = trainer.start_step
-                folder.truncate_metrics(step)
-                folder.add_start(collect_provenance(seed=run.train.seed, step=step, **about))
+                folder.truncate_metrics(trainer.start_step)
+                folder.add_start(describe_start(trainer.start_step))
             return trainer.train(quiet), folder
         except Exception as error:
             if world.is_first:

@@ -56,11 +56,16 @@ class Trainer:
 
     def __init__(self, run: RunConfig, corpus: Corpus, folder: RunDir, world: World) -> None:
         recipe, device = run.train, world.device
+        if world.size > 1 and recipe.optimizer == "muon":
+            raise ValueError(
+                "torch's Muon cannot update sharded matrices: use train.optimizer=adamw on several "
+                "processes"
+            )
         self.run, self.corpus, self.folder, self.world = run, corpus, folder, world
         self.num_steps = flops.count_steps(run)
         self.files = _stamp_files(corpus)
-        shape = {"seq_len": run.seq_len, "rank": world.rank, "world_size": world.size}
-        shape |= {"batch_size": recipe.batch_size, "seed": recipe.seed}
+        shape: dict[str, Any] = {"seq_len": run.seq_len, "batch_size": recipe.batch_size}
+        shape |= {"seed": recipe.seed, "rank": world.rank, "world_size": world.size}
         self.loader = Loader(corpus.split("train"), **shape)
         self.val_loader = _make_val_loader(corpus, shape)
 
@@ -144,11 +149,10 @@ class Trainer:
                     record = meter.read(step)
                     loss = record["loss"]
                     self._check_finite(record, step)
-                    perplexity = math.exp(min(loss, 700.0))
-                    extra = {"perplexity": perplexity, "learning_rate": rate}
-                    extra["epoch"] = self.loader.epoch
-                    extra["bits_per_byte"] = bits_per_byte(loss, self.corpus.bytes_per_token)
-                    logger.log({"step": step, "kind": "train", **record, **extra})
+                    extra = {"learning_rate": rate, "epoch": self.loader.epoch}
+                    logger.log(
+                        {"step": step, "kind": "train", **record, **self._translate(loss), **extra}
+                    )
                     shown = _choose_shown(record, num_steps * meter.flops_per_step)
                 if shown:
                     logger.show(step, shown)
@@ -179,6 +183,11 @@ class Trainer:
             self.folder.write_status(state, step=step, num_steps=num_steps, loss=loss)
         return Outcome(state, step, num_steps, self.val, interrupt.signal)
 
+    def _translate(self, loss: float) -> dict[str, float | None]:
+        """A loss in other units; perplexity as far as a number can hold it."""
+        per_byte = bits_per_byte(loss, self.corpus.bytes_per_token)
+        return {"perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": per_byte}
+
     def _move(self, batch: Batch) -> TokenBatch:
         """A batch as tensors on this process's device."""
         documents = batch.documents if self.run.train.document_mask else None
@@ -197,16 +206,14 @@ class Trainer:
     def _validate(self, logger: Logger | SilentLogger, step: int) -> dict[str, Any]:
         if self.val_loader is None:
             return {}
-        means, view = validate(self.root, self.run.model, self._read_val_batches(), self.precision)
+        means, gates = validate(self.root, self.run.model, self._read_val_batches(), self.precision)
         values = self.world.average(torch.stack(list(means.values())))
         record = dict(zip(means, values.tolist(), strict=True))
         per_token = self.val_loader.split.bytes_per_token
         for name in [name for name in record if name in ("loss", "loss_topk", "loss_causal")]:
             record[name.replace("loss", "bits_per_byte")] = bits_per_byte(record[name], per_token)
-        if view.dead_share is not None:
-            record["dead_share"] = view.dead_share
         logger.log({"step": step, "kind": "val", **record})
-        for layer, weights in zip(self.run.model.routed_layers, view.weights, strict=True):
+        for layer, weights in zip(self.run.model.routed_layers, gates, strict=True):
             logger.histogram(f"weights_layer_{layer}", weights, step)
         return record
 
@@ -221,11 +228,16 @@ class Trainer:
 
     def _save(self, step: int, loader: dict[str, Any]) -> None:
         _check_unchanged(self.corpus, self.files)
-        state = {"loader": loader, "val": self.val, "config": self.run.to_dict()}
-        state["data"] = self.corpus.manifest_hash
+        state = {
+            "loader": loader,
+            "val": self.val,
+            "config": self.run.to_dict(),
+            "data": self.corpus.manifest_hash,
+            "rng": collect_rng(),
+        }
         score = self.val.get("loss_causal", self.val.get("loss_topk", self.val.get("loss")))
         tensors = collect_tensors(self.model, self.optimizers)
-        self.checkpoints.save(step, tensors, {**state, "rng": collect_rng()}, score=score)
+        self.checkpoints.save(step, tensors, state, score=score)
 
     def _check_finite(self, record: dict[str, Any], step: int) -> None:
         broken = [n for n in ("total_loss", "grad_norm") if not math.isfinite(record.get(n, 0.0))]
@@ -244,7 +256,7 @@ def _choose_shown(record: dict[str, Any], budget: float) -> dict[str, Any]:
     return {**{name: record[name] for name in names}, "flops_budget": budget, "routed": routed}
 
 
-def _make_val_loader(corpus: Corpus, shape: dict[str, int]) -> Loader | None:
+def _make_val_loader(corpus: Corpus, shape: dict[str, Any]) -> Loader | None:
     """The validation split in its own order; None where it is shorter than one row."""
     split = corpus.split("val")
     if split.num_tokens <= shape["seq_len"]:
