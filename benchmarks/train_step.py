@@ -171,6 +171,9 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="run on the CPU")
     parser.add_argument("--no-graph", action="store_true", help="launch kernels one by one")
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
+    parser.add_argument(
+        "--wait-for", type=Path, help="compile, then wait for this file before timing anything"
+    )
     parser.add_argument("--json", type=Path, help="also write the measurements here")
     args = parser.parse_args()
     if not args.cpu and not torch.cuda.is_available():
@@ -181,6 +184,8 @@ def main() -> None:
     for name, remote in remotes.items():
         assert remote.pipe.recv() == "ready"
         print(*name, "is compiled", flush=True)
+    while args.wait_for is not None and not args.wait_for.exists():
+        time.sleep(0.5)
     rows = []
     for shape in args.shape:
         for number in range(WARM_ROUNDS + ROUNDS):
