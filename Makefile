@@ -23,7 +23,7 @@ COVERAGE_GATE := $(COVERAGE_GATE),src/depthmix/flops.py,src/depthmix/kernels/ref
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## compare a routed model with its dense twin, train both for a few steps
+demo: $(STAMP) ## train a routed model and its dense twin at equal compute
 	$(BIN)/depthmix demo
 
 # Twice, because torch.compile(fullgraph=True) fails under jaxtyping's runtime checks.

@@ -1,65 +1,74 @@
-"""The demonstration runs anywhere, trains both models and reports what it measured."""
+"""The demonstration trains both models at equal compute and reports what it measured."""
 
 import io
 import re
+from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from depthmix import flops
 from depthmix.cli import main
-from depthmix.demo import Run, Step, run_demo, train_steps
+from depthmix.data.prepare import prepare
+from depthmix.demo import run_demo
 from depthmix.presets import load_preset
 
+BUDGET = 2e10
 
-def test_demo_compares_and_trains() -> None:
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """`tiny`, with room for the ids of a byte-level tokenizer."""
+    path = tmp_path / "small-mod.toml"
+    path.write_text(load_preset("tiny", vocab_size=300).to_toml())
+    return path
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    lines = (f"line {i} says {i * i} and no more\n" for i in range(4000))
+    text.write_text("<|endoftext|>".join(lines))
+    prepare([str(text)], tmp_path / "data", vocab_size=300, num_workers=1)
+    return tmp_path / "data"
+
+
+def test_demo_compares_at_equal_compute(model: Path, data: Path, tmp_path: Path) -> None:
     file = io.StringIO()
-    dense, routed = run_demo(Console(file=file, width=80), preset="tiny", num_steps=2, batch_size=2)
+    console = Console(file=file, width=80)
+    out = tmp_path / "out"
+    result = run_demo(console, preset=str(model), flops=BUDGET, data=data, out=out, device="cpu")
+    assert result is not None
+    dense, routed = result
+    assert (dense.name, routed.name) == ("small-dense", "small-mod")
+    spent = [run.last["flops"] for run in result]
+    assert max(spent) <= BUDGET
+    assert min(spent) > 0.9 * BUDGET
+    assert routed.last["tokens"] > dense.last["tokens"]
     printed = file.getvalue()
-    assert (dense.name, routed.name) == ("tiny-dense", "tiny-mod")
-    assert [len(run.steps) for run in (dense, routed)] == [2, 2]
-    assert re.search(r"tiny-dense +tiny-mod", printed)
-    assert "220m-mod" in printed
-    assert re.search(rf"first loss +{dense.steps[0].loss:.3f} +{routed.steps[0].loss:.3f}", printed)
-    assert re.search(rf"last loss +{dense.steps[1].loss:.3f} +{routed.steps[1].loss:.3f}", printed)
-    config = load_preset("tiny")
+    for run in result:
+        assert run.curve[0][1] > run.curve[-1][1]
+        assert run.curve[-1] == (run.last["flops"], run.last["loss"])
+    losses = rf"{dense.val['loss']:.3f} +{routed.val['loss_topk']:.3f}"
+    assert re.search(rf"validation loss +{losses}", printed)
+    assert re.search(rf"under causal routing +{routed.val['loss_causal']:.3f}", printed)
+    config = load_preset("tiny", vocab_size=300)
     ratio = flops.forward_flops(config.dense_twin()) / flops.forward_flops(config)
     assert re.search(rf"by FLOPs +{ratio:.2f} x", printed)
     assert "…" not in printed
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"routing.strategy": "none"},
-        {},
-        {"routing.strategy": "token_choice"},
-        {"experts.strategy": "expert_choice", "experts.num_experts": 2},
-    ],
-)
-def test_training_lowers_the_loss(overrides: dict[str, object]) -> None:
-    config = load_preset("tiny").override(overrides)
-    tokens = torch.randint(config.vocab_size, (4, 33))
-    losses = [step.loss for step in train_steps(config, tokens, num_steps=12)]
-    # a fresh model knows nothing: ln 256 = 5.545
-    assert losses[0] == pytest.approx(5.545, abs=0.2)
-    assert losses[-1] < losses[0] - 0.3
-
-
-def test_step_time_leaves_the_first_out() -> None:
-    steps = [Step(1.0, 9.0), Step(1.0, 2.0), Step(1.0, 3.0), Step(1.0, 8.0)]
-    assert Run("model", steps).step_seconds == 3.0
-    assert Run("model", steps[:1]).step_seconds == 9.0
-
-
-def test_demo_runs_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--steps", "1", "--preset", "tiny-mod", "--batch-size", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert re.search(r"tiny-dense +tiny-mod", printed)
-    assert "speed-up, measured" in printed
+    assert (out / "losses.png").read_bytes()[:4] == b"\x89PNG"
+    assert {path.name for path in out.iterdir()} == {"dense", "mod", "losses.png"}
 
 
 def test_demo_needs_a_routed_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--preset", "tiny-dense"]) == 2
     assert "'tiny-dense' has no routed block" in capsys.readouterr().err
+
+
+def test_demo_refuses_a_budget_of_nothing(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--data", str(data), "--out", str(tmp_path / "out")]
+    assert main(["demo", "--preset", str(model), "--flops", "1", *place]) == 2
+    assert "less than one step" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

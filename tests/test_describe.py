@@ -18,11 +18,10 @@ from depthmix.describe import (
     format_ranges,
     list_presets,
     list_rows,
-    load_model,
     print_tables,
     to_json,
 )
-from depthmix.presets import load_preset, preset_names
+from depthmix.presets import load_model, load_preset, preset_names
 
 
 def render(*names: str, width: int = 80, encoding: str = "utf-8") -> str:
@@ -244,3 +243,12 @@ def test_sizes_beyond_floats_are_refused(overrides: dict[str, int]) -> None:
     config = load_preset("tiny", **overrides)
     with pytest.raises(ValueError, match="big is too large to count"):
         describe_model("big", config)
+
+
+def test_a_runs_configuration_is_its_model(tmp_path: Path) -> None:
+    from depthmix.recipe import RunConfig
+
+    run = RunConfig(model=load_preset("tiny", width=48))
+    path = tmp_path / "config.toml"
+    path.write_text(run.to_toml())
+    assert load_model(str(path)) == run.model

@@ -198,3 +198,10 @@ def test_field_types_are_the_annotations() -> None:
 def test_suggestions_need_something_close() -> None:
     assert fields.suggest("widht", ["width", "depth"]) == " Did you mean 'width'?"
     assert fields.suggest("xyz", ["width", "depth"]) == ""
+
+
+def test_whole_numbers_as_text_keep_every_digit() -> None:
+    from depthmix.recipe import Recipe
+
+    assert fields.override(Recipe(), {"seed": "9007199254740991"}).seed == 9007199254740991
+    assert fields.override(Recipe(), {"batch_size": "1e2"}).batch_size == 100

@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mod_tanh1": {"routing.gate": "tanh1"},
     "mod_unit": {"routing.gate": "unit"},
     "mod_aux": {"routing.aux_loss_weight": 0.01, "routing.predictor": False},
-    "mod_normalized": {"routing.normalize_input": True, "qk_norm": True},
+    "mod_plain_scores": {"routing.normalize_input": False, "qk_norm": True},
     "mod_gelu_mqa_untied": {"mlp": "gelu", "num_kv_heads": 1, "tied_head": False},
     "mod_first_tokens": {"routing.first_tokens": 2},
     "mod_first_dense": {"routing.first_dense": 1, "routing.every": 1},

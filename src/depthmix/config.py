@@ -52,8 +52,9 @@ class RoutingConfig:
     """Number of first positions of a document that are always routed."""
     gate: Gate = "raw"
     """What multiplies a routed block's update: raw r, sigmoid(r), tanh1 = 1 + tanh(r), unit = 1."""
-    normalize_input: bool = False
-    """RMS-normalise the router's input, for residual streams of unknown scale."""
+    normalize_input: bool = True
+    """Score x / rms(x), so that scores do not grow with the residual stream that they scale; false
+    scores x itself, as the paper does."""
     init_std: float = 0.02
     """Standard deviation of the router's initial weights; 0 starts every score at 0."""
     aux_loss_weight: float = 0.0

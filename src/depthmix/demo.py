@@ -1,135 +1,135 @@
-"""The demonstration: a routed model and its dense twin, counted and then trained for a few steps.
+"""The demonstration: a routed model and its dense twin, counted, then trained at equal compute.
 
-Owns what is shown and how it is timed. The tokens are random: it shows that both models learn and
-what routing saves, not which one is better.
+Owns what is shown. The training is the ordinary one, on the default corpus.
 """
 
-import statistics
-import time
-from collections.abc import Iterator
-from typing import NamedTuple
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor
 
-from depthmix.config import ModelConfig
-from depthmix.describe import describe_model, list_presets, load_model, print_tables
-from depthmix.nn import Transformer
-from depthmix.train.step import TrainStep
+from depthmix.describe import describe_model, print_tables
+from depthmix.flops import count_steps
+from depthmix.plot import draw_text_plot, plot_losses
+from depthmix.presets import load_model
+from depthmix.recipe import RunConfig
+from depthmix.rundir import RunDir, name_run
+from depthmix.train.launch import Plan, launch
 
-LEARNING_RATE = 1e-3
+FLOPS = 1e13
+PICTURE = "losses.png"
+
+# a small batch, because a small budget pays for few steps
+RECIPE = {"train.batch_size": 8, "train.log_every": 5, "train.val_tokens": 32768}
 
 
-class Step(NamedTuple):
-    """One optimisation step: the loss before it, and how long it took."""
-
-    loss: float
-    seconds: float
-
-
-class Run(NamedTuple):
-    """A model's steps."""
+class Trained(NamedTuple):
+    """One of the demonstration's runs, read back from its folder."""
 
     name: str
-    steps: list[Step]
-
-    @property
-    def step_seconds(self) -> float:
-        """Median time of a step; the first also allocates memory, so it counts only if alone."""
-        return statistics.median(step.seconds for step in self.steps[1:] or self.steps)
+    folder: RunDir
+    curve: list[tuple[float, float | None]]
+    """(FLOPs, training loss)."""
+    last: dict[str, Any]
+    """The last line of training metrics."""
+    val: dict[str, Any]
+    """The last validation."""
 
 
 def run_demo(
-    console: Console, *, preset: str = "demo", num_steps: int = 10, batch_size: int = 8
-) -> tuple[Run, Run]:
-    """Compare a model with its dense twin in numbers, then train both; returns (dense, routed)."""
+    console: Console,
+    *,
+    preset: str = "demo",
+    flops: float = FLOPS,
+    data: Path | None = None,
+    out: Path | None = None,
+    device: str | None = None,
+) -> tuple[Trained, Trained] | None:
+    """Train a model's dense twin and the model at the same FLOPs; None where it was interrupted."""
     config = load_model(preset)
     if not config.routed_layers:
         raise ValueError(
             f"'{preset}' has no routed block to compare with its dense twin: choose a preset such "
             f"as 'demo' or '60m-mod'"
         )
-    size = preset.removesuffix(".toml").removesuffix("-mod")
+    size = Path(preset.removesuffix(".toml")).name.removesuffix("-mod")
     configs = {f"{size}-dense": config.dense_twin(), f"{size}-mod": config}
-    described = [describe_model(name, config) for name, config in configs.items()]
-    print_tables(described, console)
-    console.print("All presets (FLOPs of a forward pass):")
-    for line in list_presets():
-        console.print(f"  {line}", highlight=False)
+    runs = {
+        name: RunConfig.from_overrides(model, {**RECIPE, "train.flops": flops})
+        for name, model in configs.items()
+    }
+    steps = " and ".join(f"{count_steps(run)}" for run in runs.values())
+    print_tables([describe_model(name, model) for name, model in configs.items()], console)
     console.print(
-        f"\nTraining both on the CPU, steps: {num_steps} each, batch: {batch_size} x "
-        f"{config.max_seq_len} random tokens, the same at every step",
+        f"Training both for {flops:.3g} FLOPs, {steps} steps, on "
+        f"{data or 'the Python standard library'}: the routed model spends less on each token, so "
+        f"it sees more of them.\n",
         highlight=False,
     )
-    runs = _train_both(console, configs, num_steps, batch_size)
-    _print_result(console, runs, described[0].forward_flops / described[1].forward_flops)
-    return runs
-
-
-def train_steps(config: ModelConfig, tokens: Tensor, num_steps: int) -> Iterator[Step]:
-    """Fit a fresh model to predict each token of one batch from those before it."""
-    model = Transformer(config)
-    train_step = TrainStep(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    for _ in range(num_steps):
-        start = time.perf_counter()
-        loss = train_step(inputs, targets).language_model.item()
-        yield Step(loss, time.perf_counter() - start)
-
-
-def _train_both(
-    console: Console, configs: dict[str, ModelConfig], num_steps: int, batch_size: int
-) -> tuple[Run, Run]:
-    config = next(iter(configs.values()))
-    torch.manual_seed(0)
-    # one token more than the model reads, because targets are inputs shifted by one
-    tokens = torch.randint(config.vocab_size, (batch_size, config.max_seq_len + 1))
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[ms]:.0f} ms/step"),
-        TimeRemainingColumn(),
+    folder = out or name_run(f"{size}-twins", datetime.now())
+    trained = []
+    for name, run in runs.items():
+        place = folder / name.removeprefix(f"{size}-")
+        plan = Plan(run=run, name=name, data=data, out=place, device=device)
+        outcome, where = launch(plan, console)
+        if outcome.state != "finished":
+            return None
+        trained.append(read_run(name, where))
+        console.print()
+    dense, routed = trained
+    print_result(console, dense, routed)
+    curves = {run.name: run.curve for run in trained}
+    picture = folder / PICTURE
+    plot_losses(
+        curves,
+        picture,
+        title=f"Dense and routed at {flops:.3g} FLOPs",
+        x_label="training FLOPs",
+        y_label="training loss, nats a token",
     )
-    runs = {name: Run(name, []) for name in configs}
-    with Progress(*columns, console=console) as progress:
-        tasks = {
-            name: progress.add_task(name, total=num_steps, loss=float("nan"), ms=float("nan"))
-            for name in configs
-        }
-        trainings = {
-            name: train_steps(config, tokens, num_steps) for name, config in configs.items()
-        }
-        # a step of each in turn: whatever else the machine does slows both alike
-        for _ in range(num_steps):
-            for name, training in trainings.items():
-                step = next(training)
-                runs[name].steps.append(step)
-                progress.update(
-                    tasks[name], advance=1, loss=step.loss, ms=1000 * runs[name].step_seconds
-                )
-    dense, routed = runs.values()
+    console.print(draw_text_plot(curves, x_label="training FLOPs"), highlight=False, markup=False)
+    console.print(f"\nthe picture: {picture}", highlight=False, soft_wrap=True)
+    console.print(f"the runs: depthmix runs {folder}", highlight=False, soft_wrap=True)
     return dense, routed
 
 
-def _print_result(console: Console, runs: tuple[Run, Run], flop_ratio: float) -> None:
+def read_run(name: str, folder: RunDir) -> Trained:
+    """A finished run's curve and last numbers."""
+    train = folder.read_metrics("train")
+    curve = [(record["flops"], record["loss"]) for record in train]
+    val = folder.read_metrics("val")
+    return Trained(name, folder, curve, train[-1], val[-1] if val else {})
+
+
+def print_result(console: Console, dense: Trained, routed: Trained) -> None:
+    """Both runs side by side."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
     table.add_column("", overflow="fold")
-    for run in runs:
+    for run in (dense, routed):
         table.add_column(run.name, justify="right", overflow="fold")
-    table.add_row("first loss", *(f"{run.steps[0].loss:.3f}" for run in runs))
-    table.add_row("last loss", *(f"{run.steps[-1].loss:.3f}" for run in runs))
-    table.add_row("ms per step", *(f"{1000 * run.step_seconds:.0f}" for run in runs))
-    dense, routed = runs
-    speed_up = dense.step_seconds / routed.step_seconds
-    table.add_row("speed-up, measured", "", f"{speed_up:.2f} x")
-    table.add_row("speed-up, by FLOPs", "", f"{flop_ratio:.2f} x")
+
+    def add(label: str, pattern: str, *values: float | None) -> None:
+        told = ["" if value is None else pattern.format(value) for value in values]
+        table.add_row(label, *told)
+
+    runs = (dense, routed)
+    add("training FLOPs", "{:.2e}", *(run.last["flops"] for run in runs))
+    add("tokens seen", "{:,.0f}", *(run.last["tokens"] for run in runs))
+    add("tokens per second", "{:,.0f}", *(run.last["tokens_per_second"] for run in runs))
+    topk = dense.val.get("loss"), routed.val.get("loss_topk")
+    add("validation loss", "{:.3f}", *topk)
+    add("  under causal routing", "{:.3f}", None, routed.val.get("loss_causal"))
+    add("bits per byte", "{:.3f}", dense.val.get("bits_per_byte"), _find_bits(routed))
+    speeds = [run.last["tokens_per_second"] for run in runs]
+    # a run of one step has no speed
+    add("speed-up, measured", "{:.2f} x", None, speeds[1] / speeds[0] if all(speeds) else None)
+    per_token = [run.last["flops"] / run.last["tokens"] for run in runs]
+    add("speed-up, by FLOPs", "{:.2f} x", None, per_token[0] / per_token[1])
     console.print(table)
-    console.print(
-        "Both learn the batch by heart, so the losses show that they train, not which is better.",
-        highlight=False,
-    )
+
+
+def _find_bits(run: Trained) -> float | None:
+    return run.val.get("bits_per_byte_causal", run.val.get("bits_per_byte_topk"))

@@ -5,9 +5,8 @@ of torch.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from depthmix import flops
@@ -77,31 +76,6 @@ class Description(NamedTuple):
             "causal_selector": config.causal_selector,
             "config": config.to_dict(),
         }
-
-
-def load_model(source: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """A configuration by its preset's name or from a .toml file, with dotted fields replaced."""
-    if not source.endswith(".toml"):
-        try:
-            config = load_preset(source)
-        except ValueError as error:
-            if not Path(source).is_file():
-                raise
-            raise ValueError(
-                f"a configuration's file name ends in .toml; '{source}' does not"
-            ) from error
-        return config.override(overrides or {})
-    try:
-        text = Path(source).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot read '{source}': {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"cannot read '{source}': it is not UTF-8 text") from error
-    try:
-        config = ModelConfig.from_toml(text)
-    except ValueError as error:
-        raise ValueError(f"in '{source}': {error}") from error
-    return config.override(overrides or {})
 
 
 def describe_model(name: str, config: ModelConfig, seq_len: int | None = None) -> Description:

@@ -9,7 +9,7 @@ import difflib
 import inspect
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import pairwise
 from types import NoneType, UnionType
@@ -76,7 +76,15 @@ def to_toml(config: Any) -> str:
 
 def from_toml(kind: type[C], text: str) -> C:
     """Inverse of `to_toml`."""
-    return _parse(kind, tomllib.loads, text, "TOML")
+    return build(kind, read_toml(text))
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """TOML text as plain data."""
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:
+        raise ValueError(f"this is not valid TOML: {error}") from error
 
 
 def to_json(config: Any) -> str:
@@ -86,7 +94,13 @@ def to_json(config: Any) -> str:
 
 def from_json(kind: type[C], text: str) -> C:
     """Inverse of `to_json`."""
-    return _parse(kind, json.loads, text, "JSON")
+    try:
+        tree = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"this is not valid JSON: {error}") from error
+    if not isinstance(tree, Mapping):
+        raise ValueError("this JSON is not a table of fields")
+    return build(kind, tree)
 
 
 @cache
@@ -160,6 +174,9 @@ def _convert_to(option: Any, value: Any) -> Any:
         return None if value is None or text in ("none", "null", "") else _NO
     if option is bool:
         return value if isinstance(value, bool) else _WORDS.get((text or "").lower(), _NO)
+    if option is int and text is not None and text.lstrip("+-").isdecimal():
+        # not by way of float, which has no room for large ones
+        return int(text)
     if option in (int, float) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -184,13 +201,3 @@ def _describe(option: Any) -> str:
 def _drop_none(tree: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in tree.items() if value is not None}
     return {name: _drop_none(v) if isinstance(v, dict) else v for name, v in kept.items()}
-
-
-def _parse(kind: type[C], read: Callable[[str], Any], text: str, form: str) -> C:
-    try:
-        tree = read(text)
-    except ValueError as error:
-        raise ValueError(f"this is not valid {form}: {error}") from error
-    if not isinstance(tree, Mapping):
-        raise ValueError(f"this {form} is not a table of fields")
-    return build(kind, tree)

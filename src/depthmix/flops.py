@@ -13,10 +13,12 @@ from depthmix.config import ModelConfig, num_kept
 from depthmix.recipe import RunConfig
 
 __all__ = [
+    "DEFAULT_STEPS",
     "PARTS",
     "TRAINING_FACTOR",
     "Parameters",
     "count_parts",
+    "count_steps",
     "flops_per_token",
     "forward_flops",
     "kv_cache_bytes",

@@ -4,6 +4,7 @@ Knows nothing of torch: a plan of many runs is made and counted without it.
 """
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from depthmix import fields
 from depthmix.config import ModelConfig
 
 BASE_WIDTH = 256
+
+# beyond this, not every reader of JSON and TOML tells two whole numbers apart
+MOST_SEEDS = 2**53
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,7 @@ class Recipe:
     """Give the blocks' matrices learning_rate · 256 / width, so that one setting fits all sizes."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After warming up: cosine to the end, wsd (stable, then a linear decay), or constant."""
-    warmup: float = 0.02
+    warmup: float = 0.05
     """Share of the run in which the learning rate rises to its highest."""
     decay: float = 0.2
     """Share of the run in which wsd falls, at its end."""
@@ -91,20 +95,20 @@ class Recipe:
             raise ValueError(problem)
 
     def rate_at(self, step: int, num_steps: int) -> float:
-        """Learning rate of a step, as a share of the highest; it is smallest at the last step."""
-        num_warmup = math.ceil(self.warmup * num_steps)
+        """Learning rate of a step, as a share of the highest; a decay ends at final_rate."""
+        num_warmup = _round_up(self.warmup * num_steps)
         if step < num_warmup:
             return (step + 1) / num_warmup
-        if self.schedule == "constant":
+        num_falling = 0 if self.schedule == "constant" else num_steps - num_warmup
+        if self.schedule == "wsd":
+            num_falling = min(num_falling, _round_up(self.decay * num_steps))
+        num_left = num_steps - 1 - step
+        if num_left >= num_falling:
             return 1.0
-        first = num_warmup if self.schedule == "cosine" else round((1 - self.decay) * num_steps)
-        first = max(first, num_warmup)
-        if step < first:
-            return 1.0
-        share = (step - first + 1) / (num_steps - first)
+        share = num_left / num_falling
         if self.schedule == "cosine":
             share = (1 - math.cos(math.pi * share)) / 2
-        return 1 + (self.final_rate - 1) * share
+        return self.final_rate + (1 - self.final_rate) * share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,12 +143,9 @@ class RunConfig:
         """A model and the default recipe, with dotted fields replaced: `{"train.seed": 1}`."""
         recipe = {n.removeprefix("train."): v for n, v in overrides.items() if _is_recipe(n)}
         others = {n: v for n, v in overrides.items() if not _is_recipe(n)}
-        known = fields.document_fields(Recipe)
-        for name in recipe:
-            if name not in known:
-                close = fields.suggest(name, known) or f" The fields are: {', '.join(known)}."
-                raise ValueError(f"there is no configuration field 'train.{name}'.{close}")
-        return RunConfig(model=model.override(others), train=fields.override(Recipe(), recipe))
+        for name in overrides:
+            _refuse_unknown(name)
+        return RunConfig(model=model.override(others), train=fields.build(Recipe, recipe, "train."))
 
     def to_toml(self) -> str:
         """TOML text; `from_toml` gives the same configuration back."""
@@ -169,14 +170,35 @@ def _is_recipe(name: str) -> bool:
     return name.startswith("train.")
 
 
+def _refuse_unknown(name: str) -> None:
+    """Say what was meant, also where only `train.` is missing or too much."""
+    recipe, model = fields.document_fields(Recipe), fields.document_fields(ModelConfig)
+    if _is_recipe(name):
+        bare = name.removeprefix("train.")
+        # compared without the prefix: it alone would make short names alike
+        close = [f"train.{near}" for near in difflib.get_close_matches(bare, recipe, n=1)]
+        unknown, meant = bare not in recipe, [bare] if bare in model else close
+    else:
+        # what is no field at all is the model's to refuse
+        unknown, meant = name in recipe and name not in model, [f"train.{name}"]
+    if unknown:
+        hint = f"Did you mean '{meant[0]}'?" if meant else f"The fields are: {', '.join(recipe)}."
+        raise ValueError(f"there is no configuration field '{name}'. {hint}")
+
+
+def _round_up(number: float) -> int:
+    """The slack keeps 0.07 · 100 from becoming 8."""
+    return math.ceil(number - 1e-9)
+
+
 def _find_problems(recipe: Recipe) -> Iterator[str]:
     budgets = ("steps", "tokens", "flops")
     given = [name for name in budgets if getattr(recipe, name) is not None]
     if len(given) > 1:
-        yield f"a run stops by one of steps, tokens and flops: take away {' or '.join(given[1:])}"
+        yield f"a run stops by one of steps, tokens and flops: take away {' and '.join(given[1:])}"
     for name in (*given, "batch_size", "accumulate", "log_every", "val_tokens", "learning_rate"):
-        if not 0 < getattr(recipe, name) < math.inf:
-            yield f"train.{name} = {getattr(recipe, name)} must be greater than 0"
+        if not 0 < (value := getattr(recipe, name)) < math.inf:
+            yield f"train.{name} = {value} must be {_say_bound(value, 'greater than 0')}"
     for name in ("seq_len", "shard_size", "val_every", "checkpoint_every"):
         value = getattr(recipe, name)
         if value is not None and value < 1:
@@ -193,7 +215,15 @@ def _find_problems(recipe: Recipe) -> Iterator[str]:
         if getattr(recipe, name) == 1:
             yield f"train.{name} = 1 would never learn: give less than 1"
     for name in ("clip", "weight_decay", "checkpoint_minutes"):
-        if not 0 <= getattr(recipe, name) < math.inf:
-            yield f"train.{name} = {getattr(recipe, name)} must be 0 or more"
+        if not 0 <= (value := getattr(recipe, name)) < math.inf:
+            yield f"train.{name} = {value} must be {_say_bound(value, '0 or more')}"
+    if not 0 <= recipe.seed < MOST_SEEDS:
+        yield f"train.seed = {recipe.seed} must lie between 0 and {MOST_SEEDS - 1}"
+    if recipe.cuda_graph and recipe.optimizer == "muon":
+        yield "train.cuda_graph = true cannot record Muon: leave it out, or use adamw"
     if recipe.keep_checkpoints < 1:
         yield "train.keep_checkpoints must be at least 1: without one nothing can be resumed"
+
+
+def _say_bound(value: int | float, words: str) -> str:
+    return words if math.isfinite(value) else "a finite number"

@@ -40,28 +40,32 @@ class RunDir:
     @staticmethod
     def create(path: str | Path, config_toml: str, provenance: Mapping[str, Any]) -> "RunDir":
         """Start a new run; `provenance` is what `collect_provenance` gives."""
-        run = RunDir(Path(path))
-        if run.path.exists() and not run.path.is_dir():
-            raise ValueError(f"'{path}' is a file: choose another --out for the run's folder")
+        run, config = RunDir(Path(path)), Path(path, "config.toml")
+        run.check_free()
         run.path.mkdir(parents=True, exist_ok=True)
-        config = run.path / "config.toml"
         try:
-            if run.metrics.exists():
-                raise FileExistsError
             # this claims the folder: of two that start at once, one is refused
             with _name_file(config), open(config, "x", encoding="utf-8") as file:
                 file.write(config_toml)
-        except FileExistsError as error:
-            raise ValueError(
-                f"'{path}' already holds a run: go on with it by --resume {path}, or choose "
-                f"another --out"
-            ) from error
+            run.checkpoints.mkdir(exist_ok=True)
+            run.add_start(provenance)
+        except FileExistsError:
+            run.check_free()
+            raise
         except OSError:
             config.unlink(missing_ok=True)
             raise
-        run.checkpoints.mkdir(exist_ok=True)
-        run.add_start(provenance)
         return run
+
+    def check_free(self) -> None:
+        """Refuse what cannot become a new run: a file, or a folder that holds one."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"'{self.path}' is a file: choose another --out for the run's folder")
+        if self.metrics.exists() or (self.path / "config.toml").exists():
+            raise ValueError(
+                f"'{self.path}' already holds a run: go on with it by --resume {self.path}, or "
+                f"choose another --out"
+            )
 
     @staticmethod
     def open(path: str | Path) -> "RunDir":
@@ -167,11 +171,9 @@ class RunDir:
 
     def is_locked(self) -> bool:
         """Whether a live process is training in this run."""
-        try:
-            with open(self.path / ".lock", "rb") as file:
-                return not _take_lock(file.fileno(), fcntl.LOCK_SH)
-        except OSError:
-            return False
+        with suppress(OSError), open(self.path / ".lock", "rb") as file:
+            return not _take_lock(file.fileno(), fcntl.LOCK_SH)
+        return False
 
 
 def name_run(preset: str, when: datetime, folder: str | Path = "runs") -> Path:
@@ -184,10 +186,7 @@ def name_run(preset: str, when: datetime, folder: str | Path = "runs") -> Path:
 def collect_provenance(
     *, seed: int, data: Mapping[str, Any], device: Mapping[str, Any], step: int = 0
 ) -> dict[str, Any]:
-    """Where a start comes from: command, versions, machine, code, data, seed.
-
-    `data` (its folder and its manifest's hash) and `device` (GPU, CUDA) come from those who know.
-    """
+    """Where a start comes from; `data` (folder, hash) and `device` are told by those who know."""
     versions = {"python": platform.python_version()}
     for name in ("depthmix", "torch", "numpy", "triton"):
         with suppress(metadata.PackageNotFoundError):

@@ -4,7 +4,6 @@ import json
 import tempfile
 import threading
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthmix.data.loader import IGNORED, Batch, Loader, permute, prefetch
+from depthmix.data.loader import Batch, Loader, permute, prefetch
 from depthmix.data.shards import Corpus, Split
 
 FolderMaker = Callable[..., Path]
@@ -45,17 +44,15 @@ def assert_equal(a: Batch, b: Batch) -> None:
 def expect_row(split: Split, order: list[int], row: int, seq_len: int) -> tuple[list[int], ...]:
     """One row by the definition, a token at a time."""
     stream = [
-        (place, int(token), i == len(ids) - 1)
+        # an end token is counted with the document that follows it
+        (place + (token == 0), int(token))
         for place, number in enumerate(order)
-        for ids in [split.read(number)]
-        for i, token in enumerate(ids)
+        for token in split.read(number)
     ]
     part = stream[row * seq_len : row * seq_len + seq_len + 1]
-    tokens = [token for _, token, _ in part[:-1]]
-    targets = [
-        IGNORED if is_end else following for (_, _, is_end), (_, following, _) in pairwise(part)
-    ]
-    documents = [place - part[0][0] for place, _, _ in part[:-1]]
+    tokens = [token for _, token in part[:-1]]
+    targets = [token for _, token in part[1:]]
+    documents = [int(place - part[0][0]) for place, _ in part[:-1]]
     return tokens, targets, documents
 
 
@@ -80,8 +77,8 @@ def test_boundaries_by_hand(make_folder: FolderMaker) -> None:
     # the stream is 1 2 0 3 0 0 4 5 6 0
     batch = Loader(split, seq_len=4, batch_size=2, seed=0, shuffle=False).next()
     assert batch.tokens.tolist() == [[1, 2, 0, 3], [0, 0, 4, 5]]
-    assert batch.targets.tolist() == [[2, 0, IGNORED, 0], [IGNORED, IGNORED, 5, 6]]
-    assert batch.documents.tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
+    assert batch.targets.tolist() == [[2, 0, 3, 0], [0, 4, 5, 6]]
+    assert batch.documents.tolist() == [[0, 0, 1, 1], [0, 1, 1, 1]]
     assert [array.dtype for array in batch] == [np.int64, np.int64, np.int32]
 
 

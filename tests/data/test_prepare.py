@@ -390,7 +390,7 @@ import resource, sys
 from depthmix.data import prepare
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
 try:
-    prepare([sys.argv[1]], sys.argv[2], vocab_size=300, val_fraction=0.2)
+    prepare([sys.argv[1]], sys.argv[2], vocab_size=300, val_fraction=0.0)
 except OSError as error:
     print(error)
 """
@@ -399,7 +399,7 @@ except OSError as error:
 @pytest.mark.skipif(os.name == "nt", reason="needs a limit on files")
 def test_a_write_that_the_system_refuses_is_a_sentence(source: Path, tmp_path: Path) -> None:
     (source / "long.txt").write_text("\n".join(f"{i * i}" for i in range(3000)))
-    prepare(source, tmp_path / "whole")
+    prepare(source, tmp_path / "whole", val_fraction=0.0)
     # enough for the tokenizer, too little for the shard
     limit = (tmp_path / "whole" / "tokenizer.json").stat().st_size + 100
     assert limit < (tmp_path / "whole" / "train-00000.bin").stat().st_size
@@ -407,7 +407,7 @@ def test_a_write_that_the_system_refuses_is_a_sentence(source: Path, tmp_path: P
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert re.match(r"cannot write .*train-00000\.bin \(File too large\): make room", done.stdout)
     assert done.stderr == ""
-    prepare(source, tmp_path / "out")
+    prepare(source, tmp_path / "out", val_fraction=0.0)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 
 

@@ -47,7 +47,7 @@ def test_autocast_is_close_to_float32(name: str) -> None:
 @pytest.mark.parametrize("how", ["autocast", "model"])
 def test_the_router_has_more_values_than_bf16(how: str) -> None:
     """2,048 tokens get scores that bf16 could not tell apart, from the stream they really have."""
-    config = make_config("mod", max_seq_len=2048, vocab_size=4096)
+    config = make_config("mod_plain_scores", max_seq_len=2048, vocab_size=4096)
     model = make_model(config, dtype=torch.bfloat16 if how == "model" else torch.float32)
     inputs: list[torch.Tensor] = []
     layer = model.layers[1]

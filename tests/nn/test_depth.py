@@ -95,7 +95,7 @@ EQUATION: dict[str, dict[str, Any]] = {
     "early_exit": {},
     "causal": {},
     "mod_first_tokens": {},
-    "mod_normalized": {"qk_norm": False},
+    "mod_plain_scores": {"qk_norm": False},
 }
 
 

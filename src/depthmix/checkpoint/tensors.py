@@ -5,6 +5,7 @@ own shards, and reads what its shards need, whatever the number of ranks was. No
 a file. Knows nothing of checksums, steps and folders' names.
 """
 
+import math
 import os
 import re
 import warnings
@@ -75,6 +76,13 @@ def restore_tensors(model: nn.Module, optimizers: Sequence[Optimizer], tensors: 
             f"there is optimiser state for '{min(new)}', which this run does not train: resume "
             f"with the configuration of the run"
         )
+
+
+def find_largest(tensors: Parts) -> float:
+    """Largest absolute value in this rank's share of the tensors; NaN where there is one."""
+    shares = [_localize(tensor) for named in tensors.values() for tensor in named.values()]
+    # a norm makes no copy, for which a device may have no room
+    return float(nn.utils.get_total_norm([t for t in shares if t.numel()], math.inf))
 
 
 def copy_to_cpu(tensors: Parts, memory: Parts) -> Parts:

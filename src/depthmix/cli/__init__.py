@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli import models, training
+from depthmix.cli import models, scaling, training
 from depthmix.cli.arguments import app
 
-__all__ = ["app", "main", "models", "training"]
+__all__ = ["app", "main", "models", "scaling", "training"]
 
 # click's base of every usage error; typer has moved it, this way to it has stayed
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -56,6 +56,9 @@ def main(args: Sequence[str] | None = None) -> int:
         return 1
     except (KeyboardInterrupt, typer.Abort):
         code = 130
+    except SystemExit as stop:
+        # of a verb that has said what there is to say, or of rich, whose reader is gone
+        return stop.code if isinstance(stop.code, int) else 1
     except _UsageError as error:
         return _complain(error.format_message())  # pyrefly: ignore[missing-attribute]
     except OSError as error:
@@ -65,7 +68,8 @@ def main(args: Sequence[str] | None = None) -> int:
         return _complain(str(error))
     except (MemoryError, RuntimeError) as error:
         # torch has no type of its own for a CPU that is out of memory
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        told = ("out of memory", "not enough memory", "allocate memory")
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in told):
             raise
         return _complain("there is not enough memory for this: take a smaller model or batch")
     if code == 130:

@@ -90,5 +90,7 @@ def _read_option(argument: str, following: Sequence[str], train: bool) -> tuple[
     if name in fields:
         value = following[0] if following else "VALUE"
         raise ValueError(f"write '{argument} {value}' as {name}={value}")
-    close = suggest(option, ["--seq-len", "--json", "--help"]) or suggest(name, fields)
+    verb = typer.main.get_command(app).commands["train" if train else "describe"]  # pyrefly: ignore
+    options = [option for parameter in verb.params for option in parameter.opts]
+    close = suggest(option, ["--help", *options]) or suggest(name, fields)
     raise ValueError(f"there is no option '{option}'.{close} Fields are written FIELD=VALUE")

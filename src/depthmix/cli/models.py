@@ -29,7 +29,8 @@ def describe(
 
     For example: depthmix describe 60m-dense 60m-mod routing.capacity=0.25
     """
-    from depthmix.describe import describe_model, load_model, print_tables, to_json
+    from depthmix.describe import describe_model, print_tables, to_json
+    from depthmix.presets import load_model
 
     names, overrides = split_arguments(arguments or [])
     if not names:

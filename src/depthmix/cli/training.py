@@ -1,5 +1,9 @@
 """Verbs about data and runs."""
 
+import os
+import signal
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +37,7 @@ def prepare(
         float, typer.Option(help="Share of documents for validation, without --val.")
     ] = 0.02,
     text_field: Annotated[str, typer.Option(help="Field of JSONL and Parquet.")] = "text",
-    dtype: Annotated[
+    token_dtype: Annotated[
         str | None, typer.Option(help="Type of the ids in a .bin file: uint16 or uint32.")
     ] = None,
     end_token: Annotated[
@@ -61,7 +65,7 @@ def prepare(
             val_sources=val or (),
             val_fraction=val_fraction,
             text_field=text_field,
-            token_dtype=dtype,
+            token_dtype=token_dtype,
             end_token=end_token,
             num_workers=workers,
             seed=seed,
@@ -108,7 +112,7 @@ def train(
 
     On many GPUs: torchrun --nproc-per-node 8 -m depthmix train --preset 1b --data data
     """
-    from depthmix.describe import load_model
+    from depthmix.presets import load_model
     from depthmix.recipe import RunConfig
 
     models, overrides = split_arguments(fields or [], train=True)
@@ -136,15 +140,17 @@ def train(
 
     label = Path(name).stem if name.endswith(".toml") else name
     plan = Plan(run=config, name=label, data=data, out=out, resume=resume, device=device)
-    outcome, folder = launch(plan, Console())
-    if outcome.state == "finished":
-        return
-    typer.echo(
-        f"stopped at step {outcome.step} of {outcome.num_steps}, saved; go on with: "
-        f"depthmix train --resume {folder.path}",
-        err=True,
-    )
-    raise typer.Exit(128 + (outcome.signal or 0))
+    try:
+        outcome, _ = launch(plan, Console())
+    except KeyboardInterrupt as stopped:
+        with suppress(OSError):
+            print(str(stopped) or "interrupted", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+        # not by an exception: Python would wait for a checkpoint that is still being written
+        os._exit(128 + signal.SIGINT)
+    if outcome.state != "finished":
+        # what there is to say has been said
+        sys.exit(128 + (outcome.signal or 0))
 
 
 @app.command()
@@ -169,19 +175,24 @@ def demo(
     preset: Annotated[
         str, typer.Option(help="A preset or .toml file with routed blocks.", metavar="MODEL")
     ] = "demo",
-    steps: Annotated[int, typer.Option(help="Optimisation steps of each model.")] = 10,
-    batch_size: Annotated[int, typer.Option(help="Sequences in a batch.")] = 8,
+    flops: Annotated[float, typer.Option(help="Compute for each model.")] = 1e13,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A folder made by 'prepare'; Python's standard library if empty."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for both runs; runs/MODEL-TIME if empty.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
 ) -> None:
-    """Train a routed and a dense model for a few steps.
+    """Train a model and its dense twin at equal compute.
 
-    The tokens are random and the CPU is enough: this shows that both learn, and what routing saves.
+    On Python's own standard library; two CPU cores take a few minutes.
     """
-    # checked before torch loads, which takes a while
-    for name, value in (("--steps", steps), ("--batch-size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} {value} must be at least 1")
     from rich.console import Console
 
     from depthmix.demo import run_demo
 
-    run_demo(Console(), preset=preset, num_steps=steps, batch_size=batch_size)
+    options = {"flops": flops, "data": data, "out": out, "device": device}
+    if run_demo(Console(), preset=preset, **options) is None:
+        raise typer.Exit(130)

@@ -14,10 +14,7 @@ from jaxtyping import Int32, Int64
 
 from depthmix.data.shards import Split
 
-__all__ = ["IGNORED", "Batch", "Loader", "Prefetcher", "prefetch"]
-
-# the target where nothing can be predicted: cross-entropy leaves it out
-IGNORED = -100
+__all__ = ["Batch", "Loader", "Prefetcher", "prefetch"]
 
 # what must be the same for a position to mean the same batch
 KEY = ("seed", "seq_len", "batch_size", "shuffle")
@@ -28,9 +25,9 @@ class Batch(NamedTuple):
 
     tokens: Int64[np.ndarray, "B T"]
     targets: Int64[np.ndarray, "B T"]
-    """-100 at a document's end token: what comes next is another document."""
     documents: Int32[np.ndarray, "B T"]
-    """From 0, rising along the row."""
+    """From 0, rising along the row. An end token stands at the start of the document after it:
+    every document is then read from an end token on, and so it can be generated."""
 
 
 class Epoch(NamedTuple):
@@ -136,10 +133,9 @@ class Loader:
             document[i] = np.repeat(np.arange(first[i], last[i] + 1), np.diff(begins))
         inside = stream - starts[document]
         ids = self.split.gather(self.split.document_starts[order[document]] + inside)
-        is_end = document[:, 1:] != document[:, :-1]
-        targets = np.where(is_end, IGNORED, ids[:, 1:])
-        documents = (document[:, :-1] - first[:, None]).astype(np.int32)
-        return Batch(np.ascontiguousarray(ids[:, :-1]), targets, documents)
+        # a token is where the next one is: the end token of one document opens the other
+        documents = (document[:, 1:] - document[:, 1:2]).astype(np.int32)
+        return Batch(*map(np.ascontiguousarray, (ids[:, :-1], ids[:, 1:])), documents)
 
     def _find_epoch(self, number: int) -> Epoch:
         if number not in self._epochs:

@@ -4,6 +4,8 @@ Owns the check that every file is there and whole, before training begins. Knows
 batches, and nothing of how the folder was made.
 """
 
+import mmap
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -31,11 +33,9 @@ class Split:
         self.num_documents = summary.num_documents
         self.num_bytes = summary.num_bytes
         self._dtype = np.dtype(dtype).newbyteorder("<")
-        # plain views: slicing a memmap itself is many times slower
-        self._shards = [
-            np.asarray(np.memmap(folder / shard.file, dtype=self._dtype, mode="r"))
-            for shard in summary.shards
-        ]
+        self._files = [folder / shard.file for shard in summary.shards]
+        self._maps = [_map_file(path) for path in self._files]
+        self._shards = [np.frombuffer(mapped, dtype=self._dtype) for mapped in self._maps]
         self._indices = [folder / shard.index for shard in summary.shards]
         counts = [shard.num_tokens for shard in summary.shards]
         # number of the first token of each shard, and the number of all tokens
@@ -74,18 +74,27 @@ class Split:
         start, stop, _ = slice(start, stop).indices(after - first)
         shard = int(np.searchsorted(self._shard_starts, first, side="right")) - 1
         offset = first - int(self._shard_starts[shard])
-        return self._shards[shard][offset + start : offset + stop]
+        return self._find_shard(shard)[offset + start : offset + stop]
 
     def gather(self, numbers: Int64[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
         """The ids at some token numbers of the split, as int64."""
         if len(self._shards) == 1:
-            return self._shards[0][numbers].astype(np.int64)
+            return self._find_shard(0)[numbers].astype(np.int64)
         ids = np.empty(numbers.shape, dtype=np.int64)
         shards = np.searchsorted(self._shard_starts, numbers, side="right") - 1
         for shard in np.unique(shards).tolist():
             chosen = shards == shard
-            ids[chosen] = self._shards[shard][numbers[chosen] - self._shard_starts[shard]]
+            ids[chosen] = self._find_shard(shard)[numbers[chosen] - self._shard_starts[shard]]
         return ids
+
+    def _find_shard(self, number: int) -> np.ndarray:
+        # reading beyond the end of a file that was cut would kill the process without a word
+        if self._maps[number].size() < self._shards[number].nbytes:
+            raise ValueError(
+                f"{self._files[number]} was cut short while it was in use: copy it again, or "
+                f"prepare the folder anew"
+            )
+        return self._shards[number]
 
 
 class Corpus:
@@ -97,6 +106,7 @@ class Corpus:
         self.vocab_size = manifest.vocab_size
         self.end_token = manifest.end_token
         self.manifest_hash = manifest.hash
+        self._stamps = {path: _stamp(path) for path, _, _ in self._list_shards()}
 
     @staticmethod
     def open(folder: str | Path, *, verify: Literal["size", "full"] = "size") -> "Corpus":
@@ -120,6 +130,22 @@ class Corpus:
             raise ValueError(f"{folder / manifest.tokenizer} is missing: prepare the folder anew")
         return Corpus(folder, manifest)
 
+    def check_unchanged(self) -> None:
+        """Refuse shards that are no longer what was opened; quick where nobody touched them."""
+        for path, size, sha256 in self._list_shards():
+            found = _stamp(path)
+            if found != self._stamps[path]:
+                # touched, or copied again, it may still be the same
+                _check_file(path, size, sha256)
+                self._stamps[path] = found
+
+    def _list_shards(self) -> Iterator[tuple[Path, int, str]]:
+        """File, size in bytes and sha256 of every shard."""
+        itemsize = np.dtype(self.manifest.dtype).itemsize
+        for split in self.manifest.splits.values():
+            for shard in split.shards:
+                yield self.folder / shard.file, shard.num_tokens * itemsize, shard.sha256
+
     def split(self, name: str) -> Split:
         """The split `train` or `val`."""
         if name not in SPLITS:
@@ -140,6 +166,20 @@ class Corpus:
         """Of the training split."""
         train = self.manifest.splits["train"]
         return train.num_bytes / train.num_tokens if train.num_bytes and train.num_tokens else None
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file does; None where it is gone."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _check_file(path: Path, size: int, sha256: str | None) -> None:

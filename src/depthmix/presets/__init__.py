@@ -1,15 +1,17 @@
-"""The configurations that come with the package, by name: one TOML file for each size.
+"""Configurations by name: those that come with the package, one TOML file a size, and files.
 
 A size gives two models, so that twins cannot drift apart. Knows no torch.
 """
 
+from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from depthmix import fields
 from depthmix.config import ModelConfig
 
-__all__ = ["load_preset", "preset_names", "preset_sizes"]
+__all__ = ["load_model", "load_preset", "preset_names", "preset_sizes"]
 
 
 def load_preset(name: str, **overrides: Any) -> ModelConfig:
@@ -29,6 +31,35 @@ def load_preset(name: str, **overrides: Any) -> ModelConfig:
     if variant == "dense":
         config = config.dense_twin()
     return config.override(overrides) if overrides else config
+
+
+def load_model(source: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """A configuration by its preset's name or from a .toml file, with dotted fields replaced.
+
+    The file may be a run's config.toml, whose model is meant.
+    """
+    if not source.endswith(".toml"):
+        try:
+            config = load_preset(source)
+        except ValueError as error:
+            if not Path(source).is_file():
+                raise
+            raise ValueError(
+                f"a configuration's file name ends in .toml; '{source}' does not"
+            ) from error
+        return config.override(overrides or {})
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read '{source}': {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read '{source}': it is not UTF-8 text") from error
+    try:
+        tree = fields.read_toml(text)
+        config = ModelConfig.from_dict(tree.get("model", tree))
+    except ValueError as error:
+        raise ValueError(f"in '{source}': {error}") from error
+    return config.override(overrides or {})
 
 
 def preset_sizes() -> list[str]:

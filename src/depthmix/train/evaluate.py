@@ -15,7 +15,7 @@ from depthmix.config import ModelConfig
 from depthmix.nn import Transformer
 from depthmix.nn.routing import Routing
 from depthmix.nn.transformer import Hidden
-from depthmix.train.loss import language_model_loss, routing_loss
+from depthmix.train.loss import IGNORE, language_model_loss, routing_loss
 
 # logits of so many tokens at once
 CHUNK_TOKENS = 4096
@@ -77,8 +77,9 @@ def look_at_batch(
     with torch.autocast(kind, dtype=precision, enabled=precision is not None):
         hidden = model.compute_hidden(tokens, selector=selector, document_ids=documents)
         parts = zip(hidden.hidden.split(num_rows), targets.split(num_rows), strict=True)
-        losses = [language_model_loss(model.head(h), t) * h.shape[0] for h, t in parts]
-    return torch.stack(losses).sum() / tokens.shape[0], hidden
+        # a part counts by what it has to predict, which padding makes uneven
+        losses = [language_model_loss(model.head(h), t) * (t != IGNORE).sum() for h, t in parts]
+    return torch.stack(losses).sum() / (targets != IGNORE).sum().clamp(min=1), hidden
 
 
 def add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
@@ -94,7 +95,15 @@ def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
 
 def find_causal_selector(config: ModelConfig) -> str | None:
     """The selector that generation uses, if this model is trained to have one."""
+    experts = config.experts
     wanted = [config.causal_selector] if config.routed_layers else ["predictor", "router"]
+    if (
+        config.expert_layers
+        and experts.strategy == "expert_choice"
+        and experts.aux_loss_weight == 0
+    ):
+        # nothing taught the experts' router that its scores should be positive for its choices
+        wanted = [selector for selector in wanted if selector != "router"]
     known = [s for s in wanted if s is not None and config.find_selector_problem(s) is None]
     return known[0] if known else None
 
@@ -113,5 +122,6 @@ def describe_routing(scored: Any) -> dict[str, Tensor]:
 
 
 def _count_dead(routings: Sequence[Routing]) -> Float[Tensor, ""]:
-    kept = torch.stack([routing.slot >= 0 for routing in routings]).any(0)
-    return (~kept).double().mean()
+    dead = torch.stack([routing.slot < 0 for routing in routings]).all(0)
+    present = routings[0].present
+    return (dead if present is None else dead[present]).double().mean()

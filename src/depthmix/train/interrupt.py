@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Interrupt:
-    """While entered, the first signal is a wish; a second Ctrl-C stops at once."""
+    """While entered, the first signal is a wish; a Ctrl-C after it stops at once."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

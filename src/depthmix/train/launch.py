@@ -1,9 +1,15 @@
 """From a command to a training and back: data, run folder, world, and what is said at the end.
 
-Owns how a run is started and resumed. Knows nothing of steps.
+Owns how a run is started and resumed, and that a start which comes to nothing leaves nothing.
+Knows nothing of steps.
 """
 
-from contextlib import ExitStack, suppress
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,16 +19,21 @@ from rich.console import Console
 
 from depthmix import flops
 from depthmix.checkpoint.ranks import Ranks
-from depthmix.data.default import prepare_default
+from depthmix.data.default import find_cache, prepare_default
 from depthmix.data.progress import show_progress
 from depthmix.data.shards import Corpus
+from depthmix.describe import format_bytes
 from depthmix.recipe import RunConfig
-from depthmix.rundir import RunDir, collect_provenance, name_run
+from depthmix.rundir import RunDir, State, collect_provenance, name_run
+from depthmix.train.log import READER_GONE
 from depthmix.train.loop import Outcome, Trainer
 from depthmix.train.parallel import World, open_world
 
 # hashing this much takes a second or two; of more, only the sizes are compared
 FULL_CHECK_BYTES = 2**30
+
+# as much as can be written as a number with a unit
+LARGEST_BYTES = 2**70
 
 
 class Plan(NamedTuple):
@@ -43,47 +54,170 @@ class Plan(NamedTuple):
 
 
 def launch(plan: Plan, console: Console) -> tuple[Outcome, RunDir]:
-    """Train, from the beginning or from the last checkpoint, in one process or under torchrun."""
-    with open_world(plan.device) as world, ExitStack() as stack:
+    """Train, from the beginning or from the last checkpoint, in one process or under torchrun.
+
+    Says how it ended, and how to go on where it is not finished. A second Ctrl-C, which stops at
+    once, comes through as a `KeyboardInterrupt` with that sentence.
+    """
+    with open_world(plan.device) as world:
         ranks = Ranks()
         quiet = console if world.is_first else Console(quiet=True)
-        old = None if plan.resume is None else RunDir.open(plan.resume)
-        run = plan.run if old is None else RunConfig.from_dict(old.read_config())
-        assert run is not None
-        data = plan.data or _find_data(old)
-        data = data or ranks.do_first(lambda: _prepare_default(quiet))
-        corpus = ranks.do_first(lambda: _open_corpus(data, run, old))
-        where = {"folder": str(corpus.folder.resolve()), "hash": corpus.manifest_hash}
+        if plan.resume is None:
+            return _start(plan, world, ranks, quiet)
+        return _resume(plan.resume, plan.data, world, ranks, quiet)
 
-        def describe_start(step: int) -> dict[str, Any]:
-            device = _describe_device(world)
-            return collect_provenance(seed=run.train.seed, data=where, device=device, step=step)
 
-        def open_folder() -> Path:
-            if old is not None:
-                return old.path
-            path = plan.out or name_run(plan.name, datetime.now())
-            return RunDir.create(path, run.to_toml(), describe_start(0)).path
-
-        folder = RunDir(ranks.do_first(open_folder))
-        if world.is_first:
-            stack.enter_context(folder.lock())
+def _start(plan: Plan, world: World, ranks: Ranks, console: Console) -> tuple[Outcome, RunDir]:
+    run = plan.run
+    assert run is not None
+    # what can be refused at once is, before data is prepared and a model made
+    if plan.out is not None:
+        RunDir(plan.out).check_free()
+    check_memory(run, world)
+    flops.count_steps(run)
+    data = plan.data or ranks.do_first(lambda: _prepare_default(console))
+    corpus = ranks.do_first(lambda: _open_corpus(data, run))
+    trainer = Trainer(run, corpus, world)
+    made = ranks.do_first(lambda: _create_folder(plan, trainer))
+    folder = RunDir(made.path)
+    with _lock(folder, ranks):
         try:
-            trainer = Trainer(run, corpus, folder, world)
-            _say_start(quiet, trainer)
-            if old is not None:
-                for sentence in trainer.resume():
-                    quiet.print(sentence, highlight=False, soft_wrap=True)
-            if old is not None and world.is_first:
-                folder.truncate_metrics(trainer.start_step)
-                folder.add_start(describe_start(trainer.start_step))
-            return trainer.train(quiet), folder
-        except Exception as error:
-            if world.is_first:
-                # a full disk must not hide what filled it
-                with suppress(OSError):
-                    _write_failure(folder, error)
+            trainer.open(folder)
+            _say_start(console, trainer)
+            return _train(trainer, console), folder
+        except BaseException:
+            if world.is_first and trainer.num_done == 0:
+                made.undo()
             raise
+
+
+def _resume(
+    path: Path, data: Path | None, world: World, ranks: Ranks, console: Console
+) -> tuple[Outcome, RunDir]:
+    folder = RunDir.open(path)
+    starts = folder.read_json("provenance.json").get("starts", [])
+    if not starts:
+        raise ValueError(f"'{path}' was stopped before it began: remove it, and start it anew")
+    run = RunConfig.from_dict(folder.read_config())
+    status, num_steps = folder.read_json("status.json"), flops.count_steps(run)
+    if status.get("state") == "finished" and status["step"] >= num_steps:
+        _say(console, f"{path} is finished, all its {num_steps} steps: there is nothing left to do")
+        return Outcome("finished", status["step"], num_steps, {}, None), folder
+    with _lock(folder, ranks):
+        check_memory(run, world)
+        where = data or _find_data(starts[-1]["data"])
+        where = where or ranks.do_first(lambda: _prepare_default(console))
+        corpus = ranks.do_first(lambda: _open_corpus(where, run))
+        if corpus.manifest_hash != starts[-1]["data"]["hash"]:
+            raise ValueError(
+                f"the data in {where} is not what {path} was trained on: give the folder as it was "
+                f"with --data, or start a new run"
+            )
+        trainer = Trainer(run, corpus, world)
+        trainer.open(folder)
+        _say_start(console, trainer)
+        for sentence in trainer.resume():
+            _say(console, sentence)
+        if world.is_first:
+            folder.truncate_metrics(trainer.num_done)
+            folder.add_start(_describe_start(trainer))
+        return _train(trainer, console), folder
+
+
+def _train(trainer: Trainer, console: Console) -> Outcome:
+    """Train; what ended it is told in the run's folder, and to the user with the way to go on."""
+    path = trainer.folder.path
+    go_on = f"go on with: depthmix train --resume {shlex.quote(str(path))}"
+    try:
+        outcome = trainer.train(console)
+    except KeyboardInterrupt as stopped:
+        _write_end(trainer, "interrupted", "a second Ctrl-C stopped it at once")
+        told = f"stopped at once; from the last checkpoint {go_on}" if trainer.num_done else ""
+        raise KeyboardInterrupt(told) from stopped
+    except OSError as error:
+        reason = error.strerror or str(error)
+        _write_end(trainer, "failed", f"{error.filename}: {reason}" if error.filename else reason)
+        if trainer.num_done == 0:
+            raise
+        reason += f"; when that is mended, {go_on}"
+        raise OSError(error.errno, reason, error.filename) from error
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        _write_end(trainer, "failed", f"{kind}{error}")
+        raise
+    if outcome.state == "finished":
+        _say(console, f"finished{_tell_val(outcome.val)}: {path}")
+    elif trainer.world.is_first:
+        with suppress(*READER_GONE):
+            told = f"stopped at step {outcome.step} of {outcome.num_steps}, saved; {go_on}"
+            print(told, file=sys.stderr, flush=True)
+    return outcome
+
+
+def check_memory(run: RunConfig, world: World) -> None:
+    """Refuse what cannot fit, before the system kills the process for trying."""
+    # a bound from below: weights, gradients and a moment in float32, and what enters each block
+    num_tokens = run.tokens_per_step // run.train.accumulate // world.size
+    needed = 2 * num_tokens * run.model.width * run.model.num_layers
+    try:
+        needed += 12 * flops.num_parameters(run.model).total // world.size
+    except OverflowError:
+        needed = LARGEST_BYTES
+    if world.device.type == "cuda":
+        present = torch.cuda.get_device_properties(world.device).total_memory
+    else:
+        present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > present:
+        told = format_bytes(min(needed, LARGEST_BYTES))
+        raise ValueError(
+            f"this needs more than {told} of memory and there are {format_bytes(present)}: take a "
+            f"smaller model, a smaller train.batch_size or a larger train.accumulate"
+        )
+
+
+class _Made(NamedTuple):
+    """A new run's folder, with what was there before."""
+
+    path: Path
+    entries: frozenset[str]
+    """What the folder held."""
+    missing: tuple[Path, ...]
+    """What of the path did not exist, the folder itself first."""
+
+    def undo(self) -> None:
+        for name in set(os.listdir(self.path)) - self.entries:
+            entry = self.path / name
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        for folder in self.missing:
+            # somebody else may have put something there
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _create_folder(plan: Plan, trainer: Trainer) -> _Made:
+    config, start = trainer.run.to_toml(), _describe_start(trainer)
+    while True:
+        path = plan.out or name_run(plan.name, datetime.now())
+        missing = tuple(folder for folder in (path, *path.parents) if not folder.exists())
+        entries = frozenset(os.listdir(path)) if path.is_dir() else frozenset()
+        with suppress(FileExistsError):
+            # of two runs that start in the same second, one takes another name
+            path.mkdir(parents=True, exist_ok=plan.out is not None)
+            break
+    made = _Made(path, entries, missing)
+    try:
+        RunDir.create(path, config, start)
+    except OSError:
+        made.undo()
+        raise
+    return made
+
+
+@contextmanager
+def _lock(folder: RunDir, ranks: Ranks) -> Iterator[None]:
+    with ExitStack() as stack:
+        ranks.do_first(lambda: stack.enter_context(folder.lock()))
+        yield
 
 
 def _prepare_default(console: Console) -> Path:
@@ -91,67 +225,76 @@ def _prepare_default(console: Console) -> Path:
         return prepare_default(progress=report)
 
 
-def _find_data(old: RunDir | None) -> Path | None:
-    """The data folder that a resumed run last used."""
-    if old is None:
+def _find_data(used: dict[str, Any]) -> Path | None:
+    """The folder that a resumed run last used; None where the default corpus is to be made."""
+    folder = Path(used["folder"])
+    if folder.exists():
+        return folder
+    if folder.parent == find_cache().resolve():
         return None
-    starts = old.read_json("provenance.json").get("starts", [])
-    return Path(starts[-1]["data"]["folder"]) if starts else None
+    raise ValueError(
+        f"the run's data was in {folder} and is no longer there: put it back, or name its folder "
+        f"with --data"
+    )
 
 
-def _open_corpus(folder: Path, run: RunConfig, old: RunDir | None) -> Corpus:
+def _open_corpus(folder: Path, run: RunConfig) -> Corpus:
     corpus = Corpus.open(folder)
     shards = [s for split in corpus.manifest.splits.values() for s in split.shards]
-    if sum((folder / s.file).stat().st_size for s in shards) <= FULL_CHECK_BYTES:
+    if sum((corpus.folder / s.file).stat().st_size for s in shards) <= FULL_CHECK_BYTES:
         corpus = Corpus.open(folder, verify="full")
     if corpus.vocab_size > run.model.vocab_size:
         raise ValueError(
             f"{folder} has ids up to {corpus.vocab_size - 1}, and the model's vocab_size is "
             f"{run.model.vocab_size}: add vocab_size={corpus.vocab_size}"
         )
-    if old is not None:
-        starts = old.read_json("provenance.json").get("starts", [])
-        if starts and starts[-1]["data"]["hash"] != corpus.manifest_hash:
-            raise ValueError(
-                f"the data in {folder} is not what {old.path} was trained on: give the folder as "
-                f"it was with --data, or start a new run"
-            )
     return corpus
 
 
-def _describe_device(world: World) -> dict[str, Any]:
-    if world.device.type != "cuda":
-        return {"kind": "cpu", "processes": world.size, "threads": torch.get_num_threads()}
-    name = torch.cuda.get_device_name(world.device)
-    return {"kind": "cuda", "processes": world.size, "name": name, "cuda": torch.version.cuda}
+def _describe_start(trainer: Trainer) -> dict[str, Any]:
+    world, corpus = trainer.world, trainer.corpus
+    data = {"folder": str(corpus.folder.resolve()), "hash": corpus.manifest_hash}
+    device: dict[str, Any] = {"kind": world.device.type, "processes": world.size}
+    if world.device.type == "cuda":
+        device |= {"name": torch.cuda.get_device_name(world.device), "cuda": torch.version.cuda}
+    else:
+        device["threads"] = torch.get_num_threads()
+    seed = trainer.run.train.seed
+    return collect_provenance(seed=seed, data=data, device=device, step=trainer.num_done)
 
 
 def _say_start(console: Console, trainer: Trainer) -> None:
     run, corpus = trainer.run, trainer.corpus
-    tokens = trainer.num_steps * run.tokens_per_step
-    train_tokens = corpus.split("train").num_tokens
-    per_step = flops.training_flops(run.model, seq_len=run.seq_len, batch_size=run.train.batch_size)
-    console.print(
+    num_epochs = trainer.num_steps * run.tokens_per_step / trainer.loader.split.num_tokens
+    _say(
+        console,
         f"{flops.num_parameters(run.model).total / 1e6:.1f} M parameters, "
         f"{trainer.num_steps} steps of {run.train.batch_size} x {run.seq_len} tokens, "
-        f"{trainer.num_steps * per_step:.2e} FLOPs; {corpus.folder}, "
-        f"{tokens / train_tokens:.2f} epochs; {trainer.folder.path}",
-        highlight=False,
-        soft_wrap=True,
+        f"{trainer.num_steps * trainer.meter.flops_per_step:.2e} FLOPs; {corpus.folder}, "
+        f"{num_epochs:.2f} epochs; {trainer.folder.path}",
     )
     if run.model.vocab_size >= 1.5 * corpus.vocab_size:
-        console.print(
+        _say(
+            console,
             f"the model has room for {run.model.vocab_size} ids and the data uses "
             f"{corpus.vocab_size}: vocab_size={corpus.vocab_size} would save compute",
-            highlight=False,
-            soft_wrap=True,
         )
     if trainer.val_loader is None:
-        console.print("the validation split is too short for one sequence: no validation")
+        _say(console, "the validation split is too short for one sequence: no validation")
 
 
-def _write_failure(folder: RunDir, error: Exception) -> None:
-    status = folder.read_json("status.json")
-    step, num_steps = status.get("step", 0), status.get("num_steps", 0)
-    reason = f"{type(error).__name__}: {error}"
-    folder.write_status("failed", step=step, num_steps=num_steps, loss=None, reason=reason)
+def _tell_val(val: dict[str, Any]) -> str:
+    names = {"loss": "", "loss_topk": " (top-k)", "loss_causal": " (causal)"}
+    losses = [f"{val[name]:.3f}{told}" for name, told in names.items() if name in val]
+    return f", validation loss {', '.join(losses)}" if losses else ""
+
+
+def _write_end(trainer: Trainer, state: State, reason: str) -> None:
+    # a full disk must not hide what filled it
+    with suppress(OSError):
+        trainer.write_status(state, reason)
+
+
+def _say(console: Console, sentence: str) -> None:
+    with suppress(*READER_GONE):
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)

@@ -33,6 +33,10 @@ BAR_WIDTH = 24
 # the speed is that between so many refreshes: fewer, and one evaluation would change the outlook
 NUM_MARKS = 200
 
+# who reads may go, as `| tee` does at Ctrl-C, or a terminal, and must not end the training; the
+# second is rich's answer to a closed pipe
+READER_GONE = (OSError, SystemExit)
+
 Clock = Callable[[], float]
 
 
@@ -73,7 +77,8 @@ class Logger:
         self._started_at = self.clock()
         if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(console=self.console, auto_refresh=False)
-            self._live.start()
+            with suppress(*READER_GONE):
+                self._live.start()
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -83,7 +88,8 @@ class Logger:
                 self._draw(*self._latest)
         finally:
             if self._live is not None:
-                self._live.stop()
+                with suppress(*READER_GONE):
+                    self._live.stop()
             self._close(failed=error is not None)
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -139,7 +145,8 @@ class Logger:
 
     def say(self, sentence: str) -> None:
         """Print a line, above the bar where there is one."""
-        self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        with suppress(*READER_GONE):
+            self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
     def _draw(self, step: int, fields: Mapping[str, Any]) -> None:
         self._latest, self._drawn_at = None, self.clock()
@@ -153,7 +160,8 @@ class Logger:
         grid = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=self.num_steps, completed=step, width=BAR_WIDTH)
         grid.add_row(Text(self.description), bar, Text(counted), Text(times))
-        self._live.update(Group(grid, Text(told)), refresh=True)
+        with suppress(*READER_GONE):
+            self._live.update(Group(grid, Text(told)), refresh=True)
 
     def _tell_end(self, step: int) -> str:
         # counted from the first mark and not from the start: the first step may also compile
@@ -213,9 +221,7 @@ class SilentLogger:
     def log(self, record: Mapping[str, Any]) -> None:
         """Nothing."""
 
-    def histogram(
-        self, name: str, values: Tensor | np.ndarray | Sequence[float], step: int
-    ) -> None:
+    def histogram(self, name: str, values: Any, step: int) -> None:
         """Nothing."""
 
     def show(self, step: int, fields: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from depthmix.checkpoint import (
     Checkpoints,
     collect_rng,
     collect_tensors,
+    find_largest,
     restore_rank_rng,
     restore_tensors,
     seed_rng,
@@ -25,7 +26,7 @@ from depthmix.data.loader import Batch, Loader, prefetch
 from depthmix.data.shards import Corpus
 from depthmix.nn import Transformer
 from depthmix.recipe import RunConfig
-from depthmix.rundir import RunDir
+from depthmix.rundir import RunDir, State
 from depthmix.train import parallel
 from depthmix.train.evaluate import TokenBatch, bits_per_byte, validate
 from depthmix.train.interrupt import Interrupt
@@ -51,19 +52,35 @@ class Outcome(NamedTuple):
     """What interrupted it."""
 
 
-class Trainer:
-    """A model, its optimisers, its data and its checkpoints, ready to step."""
+class ResumedMeter(Meter):
+    """A meter whose means go on over a stop: the steps before it are in the checkpoint."""
 
-    def __init__(self, run: RunConfig, corpus: Corpus, folder: RunDir, world: World) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Sums since the last reading, over all processes, as plain data."""
+        if self._sums is None:
+            return {}
+        sums = self.world.average(self._sums).tolist()
+        return {"names": self._names, "sums": sums, "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        if state:
+            self._names, self._count = state["names"], state["count"]
+            self._sums = torch.tensor(state["sums"], device=self.world.device)
+
+
+class Trainer:
+    """A model, its optimisers and its data, ready to step once it has a folder."""
+
+    def __init__(self, run: RunConfig, corpus: Corpus, world: World) -> None:
         recipe, device = run.train, world.device
         if world.size > 1 and recipe.optimizer == "muon":
             raise ValueError(
                 "torch's Muon cannot update sharded matrices: use train.optimizer=adamw on several "
                 "processes"
             )
-        self.run, self.corpus, self.folder, self.world = run, corpus, folder, world
+        self.run, self.corpus, self.world = run, corpus, world
         self.num_steps = flops.count_steps(run)
-        self.files = _stamp_files(corpus)
         shape: dict[str, Any] = {"seq_len": run.seq_len, "batch_size": recipe.batch_size}
         shape |= {"seed": recipe.seed, "rank": world.rank, "world_size": world.size}
         self.loader = Loader(corpus.split("train"), **shape)
@@ -99,9 +116,17 @@ class Trainer:
             accumulate=recipe.accumulate,
             root=self.root,
         )
-        self.checkpoints = Checkpoints(folder.checkpoints, keep_last=recipe.keep_checkpoints)
-        self.start_step = 0
+        self.meter = ResumedMeter(run, world)
+        self.num_done = 0
+        """Steps done, by this process or before it."""
+        self.loss: float | None = None
         self.val: dict[str, Any] = {}
+
+    def open(self, folder: RunDir) -> None:
+        """Write to this run's folder from now on; cleans up after a process that was killed."""
+        self.folder = folder
+        keep = self.run.train.keep_checkpoints
+        self.checkpoints = Checkpoints(folder.checkpoints, keep_last=keep)
 
     def resume(self) -> list[str]:
         """Go on from the newest sound checkpoint; returns what there is to tell."""
@@ -111,7 +136,8 @@ class Trainer:
         tensors = collect_tensors(self.model, self.optimizers)
         state = self.checkpoints.load(found, tensors)
         restore_tensors(self.model, self.optimizers, tensors)
-        self.start_step, self.val = found.step, state["val"]
+        self.num_done, self.val, self.loss = found.step, state["val"], state.get("loss")
+        self.meter.load_state_dict(state.get("meter", {}))
         self.loader.load_state_dict(state["loader"])
         told = restore_rank_rng(
             state["rng"],
@@ -126,7 +152,7 @@ class Trainer:
         """Run to the end of the budget, or until somebody wants it to stop."""
         recipe, num_steps, world = self.run.train, self.num_steps, self.world
         val_every = recipe.val_every or math.ceil(num_steps / VALIDATIONS_IN_A_RUN)
-        meter, step, loss = Meter(self.run, world), self.start_step, math.nan
+        meter, step = self.meter, self.num_done
         logger = SilentLogger()
         if world.is_first:
             logger = Logger(
@@ -138,21 +164,23 @@ class Trainer:
                 wandb=recipe.wandb,
                 description=self.folder.path.name,
             )
-            self.folder.write_status("running", step=step, num_steps=num_steps, loss=None)
+            self.write_status("running")
         saved_at, shown = time.monotonic(), {}
         with logger, Interrupt() as interrupt, prefetch(self.loader) as batches:
             while step < num_steps:
                 rate = set_rates(self.optimizers, recipe, step, num_steps)
                 meter.add(self.step(*self._move(batches.next())))
                 step += 1
+                self.num_done = step
                 if step % recipe.log_every == 0 or step == num_steps:
                     record = meter.read(step)
-                    loss = record["loss"]
                     self._check_finite(record, step)
-                    extra = {"learning_rate": rate, "epoch": self.loader.epoch}
-                    logger.log(
-                        {"step": step, "kind": "train", **record, **self._translate(loss), **extra}
-                    )
+                    self.loss = record["loss"]
+                    record |= self._translate(record["loss"])
+                    # not the loader's own position, which is ahead of the training
+                    epoch = step * recipe.batch_size // self.loader.num_rows_per_epoch
+                    extra = {"learning_rate": rate, "epoch": epoch}
+                    logger.log({"step": step, "kind": "train", **record, **extra})
                     shown = _choose_shown(record, num_steps * meter.flops_per_step)
                 if shown:
                     logger.show(step, shown)
@@ -160,11 +188,8 @@ class Trainer:
                     began = time.perf_counter()
                     self.val = self._validate(logger, step)
                     meter.pause(time.perf_counter() - began)
-                due = recipe.checkpoint_every or 0
-                if due:
-                    wish = step % due == 0
-                else:
-                    wish = time.monotonic() - saved_at > 60 * recipe.checkpoint_minutes
+                every, minutes = recipe.checkpoint_every, (time.monotonic() - saved_at) / 60
+                wish = step % every == 0 if every else minutes > recipe.checkpoint_minutes
                 save, stop = world.agree(wish, interrupt.signal is not None)
                 if save or stop or step == num_steps:
                     began = time.perf_counter()
@@ -178,10 +203,15 @@ class Trainer:
                 if stop and step < num_steps:
                     break
             self.checkpoints.wait()
-        state = "finished" if step == num_steps else "interrupted"
-        if world.is_first:
-            self.folder.write_status(state, step=step, num_steps=num_steps, loss=loss)
+        state: State = "finished" if step == num_steps else "interrupted"
+        self.write_status(state)
         return Outcome(state, step, num_steps, self.val, interrupt.signal)
+
+    def write_status(self, state: State, reason: str = "") -> None:
+        """Say in the run's folder where the training stands."""
+        if self.world.is_first:
+            told = {"step": self.num_done, "num_steps": self.num_steps, "loss": self.loss}
+            self.folder.write_status(state, **told, reason=reason)
 
     def _translate(self, loss: float) -> dict[str, float | None]:
         """A loss in other units; perplexity as far as a number can hold it."""
@@ -227,9 +257,11 @@ class Trainer:
             yield self._move(loader.next())
 
     def _save(self, step: int, loader: dict[str, Any]) -> None:
-        _check_unchanged(self.corpus, self.files)
+        self.corpus.check_unchanged()
         state = {
             "loader": loader,
+            "meter": self.meter.state_dict(),
+            "loss": self.loss,
             "val": self.val,
             "config": self.run.to_dict(),
             "data": self.corpus.manifest_hash,
@@ -237,17 +269,20 @@ class Trainer:
         }
         score = self.val.get("loss_causal", self.val.get("loss_topk", self.val.get("loss")))
         tensors = collect_tensors(self.model, self.optimizers)
+        # the loss is that before the update, which may have gone too far
+        (broken,) = self.world.agree(not math.isfinite(find_largest(tensors)))
+        self._check_finite({"weights": math.nan if broken else 0.0}, step)
         self.checkpoints.save(step, tensors, state, score=score)
 
     def _check_finite(self, record: dict[str, Any], step: int) -> None:
-        broken = [n for n in ("total_loss", "grad_norm") if not math.isfinite(record.get(n, 0.0))]
-        if not broken:
-            return
-        raise ValueError(
-            f"training diverged: {' and '.join(broken)} stopped being finite by step {step}. The "
-            f"last good checkpoint in {self.folder.checkpoints} is intact: start again with a "
-            f"lower train.learning_rate or a longer train.warmup"
-        )
+        names = ("total_loss", "grad_norm", "weights")
+        broken = [name for name in names if not math.isfinite(record.get(name, 0.0))]
+        if broken:
+            raise ValueError(
+                f"training diverged: {' and '.join(broken)} stopped being finite by step {step}; "
+                f"earlier checkpoints are intact: start again with a lower train.learning_rate or "
+                f"a longer train.warmup"
+            )
 
 
 def _choose_shown(record: dict[str, Any], budget: float) -> dict[str, Any]:
@@ -262,17 +297,3 @@ def _make_val_loader(corpus: Corpus, shape: dict[str, Any]) -> Loader | None:
     if split.num_tokens <= shape["seq_len"]:
         return None
     return Loader(split, **shape, shuffle=False)
-
-
-def _stamp_files(corpus: Corpus) -> dict[str, tuple[int, int]]:
-    paths = [corpus.folder / s.file for p in corpus.manifest.splits.values() for s in p.shards]
-    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
-
-
-def _check_unchanged(corpus: Corpus, stamps: dict[str, tuple[int, int]]) -> None:
-    for path, stamp in _stamp_files(corpus).items():
-        if stamp != stamps[path]:
-            raise ValueError(
-                f"{path} changed while training: put back the file as it was and resume from the "
-                f"last checkpoint, which is intact"
-            )

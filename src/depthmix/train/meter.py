@@ -79,22 +79,29 @@ class Meter:
     def read(self, step: int) -> dict[str, Any]:
         """`peek` with speed and compute; begins anew."""
         means = self.peek()
-        seconds = max(time.perf_counter() - self._since - self._paused, 1e-9)
-        per_second = max(self._num_timed, 1) / seconds
-        speed = self.used_per_step * per_second
         record = {
             **means,
             "tokens": step * self.run.tokens_per_step,
             "flops": step * self.flops_per_step,
-            "tokens_per_second": self.run.tokens_per_step * per_second,
-            "flops_per_second": speed,
-            "share_of_peak": speed / (self.peak * self.world.size) if self.peak else None,
-            "seconds_per_step": 1 / per_second,
+            **self._tell_speed(),
             "memory_bytes": measure_memory(self.world.device),
         }
         self._sums, self._count, self._num_timed, self._paused = None, 0, 0, 0.0
         self._since = time.perf_counter()
         return record
+
+    def _tell_speed(self) -> dict[str, float | None]:
+        names = ("tokens_per_second", "flops_per_second", "share_of_peak", "seconds_per_step")
+        if self._num_timed < 1:
+            # only the first step so far, which is not timed
+            return dict.fromkeys(names)
+        seconds = (time.perf_counter() - self._since - self._paused) / self._num_timed
+        seconds = max(seconds, 1e-9)
+        speed = self.used_per_step / seconds
+        share = speed / (self.peak * self.world.size) if self.peak else None
+        return dict(
+            zip(names, (self.run.tokens_per_step / seconds, speed, share, seconds), strict=True)
+        )
 
 
 def find_peak(device: torch.device) -> float | None:

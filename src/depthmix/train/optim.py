@@ -20,17 +20,14 @@ def group_parameters(model: Transformer) -> dict[str, list[nn.Parameter]]:
     """Parameters by how they are trained: matrices, heads, others; each once.
 
     `matrices` are the blocks' own: an update of one of their entries is summed over the width, so
-    their rate falls with it (arXiv:2203.03466). So does that of `heads`, the routers and
-    predictors, which do not decay: a decayed router would drift towards ties. Embeddings and
-    norms, the `others`, meet one entry at a time.
+    their rate falls with it (arXiv:2203.03466). So does that of `heads`, which do not decay: the
+    vocabulary's, where it is not tied, and routers and predictors, which would drift towards ties.
+    Embeddings and norms, the `others`, meet one entry at a time.
     """
-    heads = {
-        id(p)
-        for m in model.modules()
-        if isinstance(m, Router | Predictor)
-        for p in m.parameters()
-        if p.ndim > 1
-    }
+    deciders = [m for m in model.modules() if isinstance(m, Router | Predictor)]
+    heads = {id(p) for m in deciders for p in m.parameters() if p.ndim > 1}
+    if not model.config.tied_head:
+        heads.add(id(model.head.weight))
     groups: dict[str, list[nn.Parameter]] = {"matrices": [], "heads": [], "others": []}
     for name, parameter in model.named_parameters():
         if id(parameter) in heads:

@@ -4,6 +4,7 @@ Acts on a finished model from outside, and so do compilation and activation chec
 nothing of data, losses or optimisers.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,22 +91,55 @@ def shard_model(root: nn.Module, mesh: Any, precision: torch.dtype | None) -> No
     keep their float32: rounded, their scores would tie.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Shard
 
-    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    def place(parameter: nn.Parameter) -> Shard:
+        # the mesh's last dimension is the one that shares
+        return Shard(choose_shard_dim(tuple(parameter.shape), mesh.size(mesh.ndim - 1)))
+
+    # what enters a block is not cast: rotary phases would be rounded, and with them positions
+    policy = MixedPrecisionPolicy(
+        param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     model = root.model
     assert isinstance(model, Transformer)
     for module in model.modules():
         if isinstance(module, Router):
-            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+            # small, and used twice in a forward pass: gathered once, it stays for the step
+            fully_shard(
+                module,
+                mesh=mesh,
+                mp_policy=MixedPrecisionPolicy(),
+                reshard_after_forward=False,
+                shard_placement_fn=place,
+            )
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(root, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, shard_placement_fn=place)
+    fully_shard(root, mesh=mesh, mp_policy=policy, shard_placement_fn=place)
 
 
-def compile_layers(model: Transformer) -> None:
+def choose_shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
+    """The dimension to cut: the first, unless padding it would cost more than a tenth.
+
+    FSDP2 pads the first one to a multiple: of 8 experts, each of 512 processes would hold a whole
+    one. It cuts another only into equal parts, and at the price of a copy.
+    """
+    padded = math.ceil(shape[0] / num_shards) * num_shards
+    if padded <= 1.1 * shape[0]:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if dim and size % num_shards == 0), 0)
+
+
+def compile_layers(model: Transformer, backend: Any = "inductor") -> None:
     """Compile each layer on its own: sharding acts between them."""
+    # layers share their code, and past torch's limit of 8 the rest would run uncompiled: a graph
+    # for each capacity, in training and under each selector of a validation
+    config, num_graphs = torch._dynamo.config, 8 * len(model.layers)
+    config.recompile_limit = max(config.recompile_limit, num_graphs)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8 * num_graphs)
     for layer in model.layers:
-        layer.compile()
+        # capacities differ, shapes do not change: as symbols they would not even trace
+        layer.compile(backend=backend, dynamic=False)
 
 
 def checkpoint_activations(model: Transformer) -> None:

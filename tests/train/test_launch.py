@@ -1,0 +1,294 @@
+"""Runs are started and resumed, and what cannot be begun says why and leaves nothing."""
+
+import errno
+import io
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from depthmix.checkpoint import folder as disk
+from depthmix.presets import load_preset
+from depthmix.recipe import RunConfig
+from depthmix.rundir import RunDir
+from depthmix.train import launch as launching
+from depthmix.train.launch import Plan, check_memory, launch
+from depthmix.train.loop import Outcome, Trainer
+from depthmix.train.parallel import World
+from tiny_runs import MODEL, RECIPE, flip_byte, read_result, read_tree, write_data
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("launch") / "data")
+
+
+@pytest.fixture(scope="session")
+def half(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of ten steps that was interrupted at the sixth; it has the checkpoints 4 and 6."""
+    folder = tmp_path_factory.mktemp("half") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, 6)
+        (outcome, _), _ = say(Plan(run=make_run(checkpoint_every=2), data=data, out=folder))
+    assert (outcome.state, outcome.step) == ("interrupted", 6)
+    assert list(disk.list_checkpoints(folder / "checkpoints")) == [4, 6]
+    return folder
+
+
+@pytest.fixture
+def stopped(half: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(half, tmp_path / "stopped")
+
+
+def make_run(**overrides: Any) -> RunConfig:
+    given = dict(field.split("=") for field in (*MODEL, *RECIPE) if "=" in field)
+    given |= {"train.tensorboard": "false", "train.steps": "10"}
+    for name, value in overrides.items():
+        given[name if name == "vocab_size" else f"train.{name}"] = value
+    return RunConfig.from_overrides(load_preset("tiny"), given)
+
+
+def say(plan: Plan) -> tuple[tuple[Outcome, RunDir], str]:
+    """What a launch gives and prints."""
+    printed = io.StringIO()
+    console = Console(file=printed, width=80)
+    return launch(plan._replace(device="cpu"), console), printed.getvalue()
+
+
+def act_at(patch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
+    """Let something happen at the beginning of a step."""
+    move = Trainer._move
+
+    def act_and_move(self: Trainer, batch: Any) -> Any:
+        if self.num_done + 1 == step:
+            action()
+        return move(self, batch)
+
+    patch.setattr(Trainer, "_move", act_and_move)
+
+
+def interrupt_at(patch: pytest.MonkeyPatch, step: int) -> None:
+    act_at(patch, step, lambda: signal.raise_signal(signal.SIGTERM))
+
+
+def fail_at(patch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    act_at(patch, step, fail)
+
+
+def test_a_run_from_start_to_end(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "run[1]"
+    (outcome, folder), printed = say(Plan(run=make_run(), data=data, out=out))
+    assert (outcome.state, folder.path) == ("finished", out)
+    lines = printed.splitlines()
+    assert lines[0].startswith("0.0 M parameters, 10 steps of 2 x 16 tokens, ")
+    assert str(data) in lines[0]
+    # a name in brackets is no markup
+    assert lines[0].endswith(f"; {out}")
+    causal = f"{outcome.val['loss_topk']:.3f} (top-k), {outcome.val['loss_causal']:.3f} (causal)"
+    assert lines[-1] == f"finished, validation loss {causal}: {out}"
+    assert RunConfig.from_dict(folder.read_config()) == make_run()
+    (start,) = folder.read_json("provenance.json")["starts"]
+    assert (start["step"], start["seed"], start["device"]["kind"]) == (0, 0, "cpu")
+    assert start["data"]["folder"] == str(data)
+
+
+def test_a_name_of_its_own(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    taken, free = Path("runs/tiny"), Path("runs/tiny-2")
+    names = iter([taken, free])
+
+    def name_run(name: str, when: datetime) -> Path:
+        assert name == "tiny"
+        # between the choice of a name and its use, another run takes it
+        taken.mkdir(parents=True, exist_ok=True)
+        return next(names)
+
+    monkeypatch.setattr(launching, "name_run", name_run)
+    (_, folder), _ = say(Plan(run=make_run(steps=1), name="tiny", data=data))
+    assert folder.path == free
+    assert os.listdir(taken) == []
+
+
+def refuse(plan: Plan, told: str | None, error: type[BaseException] = ValueError) -> None:
+    with pytest.raises(error, match=told):
+        say(plan)
+
+
+def test_what_cannot_begin_leaves_nothing(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    fine = Plan(run=make_run(), data=data, out=Path("runs/a/b"))
+    refuse(fine._replace(run=make_run(vocab_size=60)), r"ids up to 63, .* add vocab_size=64")
+    refuse(fine._replace(run=make_run(steps=None, flops=1)), "less than one step")
+    refuse(fine._replace(run=make_run(batch_size=10**10)), r"needs more than .* of memory")
+    refuse(fine._replace(run=make_run(wandb=True)), r"pip install 'depthmix\[wandb\]'")
+    refuse(fine._replace(data=tmp_path), "is not a data folder")
+    refuse(fine._replace(run=make_run(wandb=True), out=None), "W&B is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        fail_at(patch, 1, MemoryError())
+        refuse(fine, None, MemoryError)
+        fail_at(patch, 1, KeyboardInterrupt())
+        refuse(fine, "^$", KeyboardInterrupt)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunDir, "add_start", lambda *_: os.rmdir("not there"))
+        refuse(fine, None, OSError)
+    assert os.listdir(tmp_path) == []
+    assert say(fine)[0][0].state == "finished"
+
+
+def test_what_was_there_before_stays(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    before = read_tree(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        fail_at(patch, 1, MemoryError())
+        refuse(Plan(run=make_run(), data=data, out=tmp_path), None, MemoryError)
+    assert read_tree(tmp_path) == before
+    assert os.listdir(tmp_path) == ["notes"]
+
+
+def test_folders_that_cannot_be_a_new_run(data: Path, tmp_path: Path, stopped: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    before = read_tree(tmp_path)
+    plan = Plan(run=make_run(), data=data)
+    refuse(plan._replace(out=tmp_path / "file"), "is a file: choose another --out")
+    refuse(plan._replace(out=stopped), "already holds a run: go on with it by --resume")
+    refuse(plan._replace(out=tmp_path / "file" / "run"), "Not a directory", OSError)
+    assert read_tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("a defect"), "RuntimeError: a defect"),
+        (ValueError("training diverged"), "training diverged"),
+        (OSError(errno.ENOSPC, "No space left on device", "f"), "f: No space left on device"),
+    ],
+)
+def test_a_failure_after_the_first_step_is_kept(
+    data: Path, tmp_path: Path, error: Exception, reason: str
+) -> None:
+    out = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        fail_at(patch, 5, error)
+        told = r"when that is mended, go on with: depthmix train --resume .*run"
+        told = told if isinstance(error, OSError) else str(error)
+        refuse(Plan(run=make_run(), data=data, out=out), told, type(error))
+    status = RunDir.open(out).read_json("status.json")
+    assert (status["state"], status["reason"], status["step"]) == ("failed", reason, 4)
+    say(Plan(resume=out))
+    (_, folder), _ = say(Plan(run=make_run(), data=data, out=tmp_path / "whole"))
+    assert read_result(out) == read_result(folder.path)
+
+
+def test_a_second_ctrl_c_says_how_to_go_on(data: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fail_at(patch, 3, KeyboardInterrupt())
+        told = "stopped at once; from the last checkpoint go on with: depthmix train --resume "
+        plan = Plan(run=make_run(), data=data, out=tmp_path / "my run")
+        refuse(plan, f"{told}'{tmp_path}/my run'", KeyboardInterrupt)
+    assert RunDir.open(tmp_path / "my run").read_json("status.json")["state"] == "interrupted"
+
+
+def test_a_resumed_run_tells_its_starts(stopped: Path) -> None:
+    (outcome, folder), printed = say(Plan(resume=stopped))
+    assert outcome.state == "finished"
+    assert "\nresuming at step 6\n" in printed
+    starts = folder.read_json("provenance.json")["starts"]
+    assert [start["step"] for start in starts] == [0, 6]
+    before = read_tree(stopped)
+    (outcome, _), printed = say(Plan(resume=stopped))
+    assert (outcome.state, outcome.step) == ("finished", 10)
+    assert printed == f"{stopped} is finished, all its 10 steps: there is nothing left to do\n"
+    assert read_tree(stopped) == before
+
+
+def test_a_run_that_never_began(stopped: Path) -> None:
+    (stopped / "provenance.json").unlink()
+    refuse(Plan(resume=stopped), "was stopped before it began: remove it")
+
+
+def test_without_a_checkpoint_it_begins_again(half: Path, stopped: Path) -> None:
+    shutil.rmtree(stopped / "checkpoints")
+    (outcome, _), printed = say(Plan(resume=stopped))
+    assert outcome.state == "finished"
+    assert "there is no checkpoint yet: starting from the beginning\n" in printed
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(half: Path, stopped: Path) -> None:
+    whole = shutil.copytree(half, stopped.with_name("whole"))
+    say(Plan(resume=whole))
+    newest = stopped / "checkpoints" / disk.name_checkpoint(6)
+    flip_byte(newest / "model.safetensors", 3000)
+    _, printed = say(Plan(resume=stopped))
+    assert f"{newest} is damaged: the content of model.safetensors has changed\n" in printed
+    assert "\nresuming at step 4\n" in printed
+    assert read_result(stopped) == read_result(whole)
+
+
+def test_where_all_checkpoints_are_damaged_nothing_is_overwritten(stopped: Path) -> None:
+    for path in disk.list_checkpoints(stopped / "checkpoints").values():
+        (path / "optimizer.safetensors").unlink()
+    before = read_tree(stopped)
+    refuse(Plan(resume=stopped), r"no checkpoint in .* can be used \(.* is missing; .*remove them")
+    assert read_tree(stopped) == before
+
+
+def test_data_must_be_what_it_was(data: Path, stopped: Path, tmp_path: Path) -> None:
+    mine = shutil.copytree(data, tmp_path / "data")
+    before = read_tree(stopped)
+    other = write_data(tmp_path / "other", seed=1)
+    refuse(Plan(resume=stopped, data=other), r"other is not what .*stopped was trained on: give")
+    flip_byte(mine / "val-00000.bin", 5)
+    refuse(Plan(resume=stopped, data=mine), r"val-00000\.bin is not what it was .*sha256")
+    os.truncate(mine / "train-00000.idx", 8)
+    refuse(Plan(resume=stopped, data=mine), r"train-00000\.idx has 8 bytes and not the")
+    refuse(Plan(resume=stopped, data=tmp_path / "none"), "there is no data folder")
+    assert read_tree(stopped) == before
+    moved = shutil.copytree(data, tmp_path / "moved")
+    say(Plan(resume=stopped, data=moved))
+    starts = RunDir.open(stopped).read_json("provenance.json")["starts"]
+    assert [start["data"]["folder"] for start in starts] == [str(data), str(moved)]
+
+
+def test_data_that_is_gone(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = shutil.copytree(data, tmp_path / "cache" / "data")
+    run = tmp_path / "run"
+    interrupt_at(monkeypatch, 3)
+    say(Plan(run=make_run(), data=mine, out=run))
+    shutil.rmtree(mine)
+    refuse(Plan(resume=run), r"data was in .* no longer there: put it back, .* with --data")
+    # the default corpus is in a cache, which may be emptied, and is made again
+    monkeypatch.setenv("DEPTHMIX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(launching, "prepare_default", lambda progress: data)
+    assert say(Plan(resume=run))[0][0].state == "finished"
+
+
+def test_advice_at_the_start(data: Path, tmp_path: Path) -> None:
+    wide = load_preset("tiny", width=16, vocab_size=96, max_seq_len=1000)
+    run = RunConfig.from_overrides(wide, {"train.steps": 1, "train.batch_size": 1})
+    _, printed = say(Plan(run=run, data=data, out=tmp_path / "run"))
+    assert "room for 96 ids and the data uses 64: vocab_size=64 would save compute\n" in printed
+    assert "\nthe validation split is too short for one sequence: no validation\n" in printed
+
+
+def test_memory_is_looked_at_first() -> None:
+    world = World(0, 1, torch.device("cpu"))
+    check_memory(make_run(), world)
+    wide = load_preset("1b", num_layers=10**4)
+    for model in (wide, load_preset("tiny", width=10**300)):
+        with pytest.raises(ValueError, match=r"needs more than [0-9.]+ [A-Z]iB of memory and"):
+            check_memory(RunConfig(model=model), world)

@@ -1,0 +1,244 @@
+"""The loop trains, looks and saves in the right order, and goes on as if it had never stopped."""
+
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from depthmix.checkpoint import folder as disk
+from depthmix.data.shards import Corpus
+from depthmix.presets import load_preset
+from depthmix.recipe import RunConfig
+from depthmix.rundir import RunDir
+from depthmix.train.loop import Outcome, ResumedMeter, Trainer
+from depthmix.train.parallel import World
+from depthmix.train.step import StepLoss
+from tiny_runs import MODEL, RECIPE, flip_byte, read_metrics, read_result, write_data
+
+WORLD = World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("loop") / "data")
+
+
+def make_run(**recipe: Any) -> RunConfig:
+    given = dict(field.split("=") for field in (*MODEL, *RECIPE) if "=" in field)
+    given |= {"train.tensorboard": "false", "train.steps": "10"}
+    given |= {f"train.{name}": value for name, value in recipe.items()}
+    return RunConfig.from_overrides(load_preset("tiny"), given)
+
+
+def make_trainer(run: RunConfig, data: Path, folder: Path) -> Trainer:
+    """A trainer in a new folder, or one that goes on in an old one."""
+    trainer = Trainer(run, Corpus.open(data), WORLD)
+    if not folder.exists():
+        RunDir.create(folder, run.to_toml(), {})
+        trainer.open(RunDir.open(folder))
+        return trainer
+    trainer.open(RunDir.open(folder))
+    trainer.resume()
+    trainer.folder.truncate_metrics(trainer.num_done)
+    return trainer
+
+
+def train(trainer: Trainer) -> Outcome:
+    return trainer.train(Console(quiet=True))
+
+
+def do_at(trainer: Trainer, step: int, action: Callable[[], object]) -> None:
+    """Let something happen in the midst of a step, after its update."""
+    make_step = trainer.step
+
+    def make_step_and_act(*batch: Any) -> StepLoss:
+        result = make_step(*batch)
+        if trainer.num_done + 1 == step:
+            action()
+        return result
+
+    trainer.step = make_step_and_act  # pyrefly: ignore[bad-assignment]
+
+
+def stop_at(trainer: Trainer, step: int, number: int = signal.SIGTERM) -> Outcome:
+    do_at(trainer, step, lambda: signal.raise_signal(number))
+    return train(trainer)
+
+
+@pytest.mark.parametrize("strategy", ["expert_choice", "stochastic"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_ten_steps_are_five_and_five(
+    data: Path, tmp_path: Path, optimizer: str, strategy: str
+) -> None:
+    run = make_run(optimizer=optimizer)
+    run = RunConfig.from_dict(
+        {**run.to_dict(), "model": run.model.override({"routing.strategy": strategy}).to_dict()}
+    )
+    outcome = train(make_trainer(run, data, tmp_path / "whole"))
+    assert (outcome.state, outcome.step, outcome.signal) == ("finished", 10, None)
+    # the fifth step lies between two lines of metrics, and between two validations
+    stopped = stop_at(make_trainer(run, data, tmp_path / "parts"), 5)
+    assert (stopped.state, stopped.step, stopped.num_steps) == ("interrupted", 5, 10)
+    assert stopped.signal == signal.SIGTERM
+    resumed = make_trainer(run, data, tmp_path / "parts")
+    assert resumed.num_done == 5
+    assert train(resumed) == outcome
+    assert read_result(tmp_path / "parts") == read_result(tmp_path / "whole")
+
+
+def test_a_stop_after_the_last_save_is_made_up_for(data: Path, tmp_path: Path) -> None:
+    """Killed when all was saved, but before that could be said."""
+    run = make_run()
+    outcome = train(make_trainer(run, data, tmp_path / "run"))
+    before = read_result(tmp_path / "run")
+    (tmp_path / "run" / "status.json").unlink()
+    assert train(make_trainer(run, data, tmp_path / "run")) == outcome
+    assert read_result(tmp_path / "run") == before
+
+
+def test_what_is_recorded_when(data: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(make_run(batch_size=64), data, tmp_path / "run")
+    outcome = train(trainer)
+    records = read_metrics(tmp_path / "run")
+    assert [r["step"] for r in records if r["kind"] == "train"] == [3, 6, 9, 10]
+    assert [r["step"] for r in records if r["kind"] == "val"] == [7, 10]
+    assert {r["step"] for r in records if r["kind"] == "router"} == {7, 10}
+    lines = [r for r in records if r["kind"] == "train"]
+    rows = trainer.loader.num_rows_per_epoch
+    # batches are read ahead, and must not count before they are trained on
+    assert [line["epoch"] for line in lines] == [64 * line["step"] // rows for line in lines]
+    assert lines[-1]["epoch"] > 0
+    assert lines[0]["perplexity"] == math.exp(lines[0]["loss"])
+    last_val = [r for r in records if r["kind"] == "val"][-1]
+    assert outcome.val == {n: v for n, v in last_val.items() if n not in ("step", "kind")}
+    status = trainer.folder.read_json("status.json")
+    assert (status["state"], status["step"], status["loss"]) == ("finished", 10, lines[-1]["loss"])
+
+
+def test_a_mean_over_steps_survives_a_stop(data: Path, tmp_path: Path) -> None:
+    meters = [ResumedMeter(make_run(), WORLD) for _ in range(2)]
+    trainer = make_trainer(make_run(), data, tmp_path / "run")
+    results = [trainer.step(*trainer._move(trainer.loader.next())) for _ in range(3)]
+    assert ResumedMeter(make_run(), WORLD).state_dict() == {}
+    for result in results:
+        meters[0].add(result)
+    for result in results[:2]:
+        meters[1].add(result)
+    resumed = ResumedMeter(make_run(), WORLD)
+    resumed.load_state_dict(meters[1].state_dict())
+    assert resumed.peek() == meters[1].peek()
+    resumed.add(results[2])
+    assert resumed.peek() == meters[0].peek() != meters[1].peek()
+
+
+def test_checkpoints_by_the_clock(data: Path, tmp_path: Path) -> None:
+    run = make_run(steps=3, checkpoint_minutes=0, keep_checkpoints=9)
+    train(make_trainer(run, data, tmp_path / "often"))
+    assert list(disk.list_checkpoints(tmp_path / "often" / "checkpoints")) == [1, 2, 3]
+    run = make_run(steps=3, keep_checkpoints=9)
+    train(make_trainer(run, data, tmp_path / "seldom"))
+    assert list(disk.list_checkpoints(tmp_path / "seldom" / "checkpoints")) == [3]
+
+
+def poison(trainer: Trainer, value: float) -> Callable[[], None]:
+    def spoil() -> None:
+        with torch.no_grad():
+            trainer.model.embedding.weight[0, 0] = value
+
+    return spoil
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("recipe", "sentence"),
+    [
+        # seen in the weights at the step itself, in the losses' mean only later
+        ({"checkpoint_every": 2}, "weights stopped being finite by step 4"),
+        ({"checkpoint_every": 5, "log_every": 9}, "total_loss and grad_norm .* by step 5"),
+        ({}, "total_loss and grad_norm .* by step 6"),
+    ],
+)
+def test_what_is_not_finite_is_never_saved(
+    data: Path, tmp_path: Path, recipe: dict[str, Any], sentence: str, value: float
+) -> None:
+    trainer = make_trainer(make_run(**recipe, keep_checkpoints=9), data, tmp_path / "run")
+    do_at(trainer, 4, poison(trainer, value))
+    with pytest.raises(ValueError, match=f"training diverged: {sentence}; .*learning_rate"):
+        train(trainer)
+    trainer.checkpoints.wait()
+    found = disk.list_checkpoints(tmp_path / "run" / "checkpoints")
+    assert list(found) == ([2] if recipe.get("checkpoint_every") == 2 else [])
+    for path in found.values():
+        tensors = [*load_file(path / "model.safetensors").values()]
+        tensors += load_file(path / "optimizer.safetensors").values()
+        assert all(tensor.isfinite().all() for tensor in tensors)
+
+
+def test_a_rate_beyond_reason(data: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(make_run(learning_rate=1e30), data, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"training diverged: .* by step 3"):
+        train(trainer)
+    assert disk.list_checkpoints(tmp_path / "run" / "checkpoints") == {}
+
+
+def test_no_validation_without_enough_to_validate_on(data: Path, tmp_path: Path) -> None:
+    corpus = Corpus.open(data)
+    trainer = Trainer(make_run(), corpus, WORLD)
+    assert trainer.val_loader is not None
+    num_tokens = corpus.split("val").num_tokens
+    long = load_preset("tiny", vocab_size=64, width=16, max_seq_len=num_tokens)
+    run = RunConfig.from_overrides(long, {"train.steps": 1, "train.batch_size": 1})
+    trainer = make_trainer(run, data, tmp_path / "run")
+    assert trainer.val_loader is None
+    assert train(trainer).val == {}
+    assert {r["kind"] for r in read_metrics(tmp_path / "run")} == {"train"}
+
+
+def copy_data(data: Path, to: Path) -> Path:
+    to.mkdir()
+    for path in data.iterdir():
+        (to / path.name).write_bytes(path.read_bytes())
+    return to
+
+
+def test_a_shard_that_is_cut_short_in_place(data: Path, tmp_path: Path) -> None:
+    mine = copy_data(data, tmp_path / "data")
+    trainer = make_trainer(make_run(), mine, tmp_path / "run")
+    os.truncate(mine / "train-00000.bin", 100)
+    with pytest.raises(ValueError, match=r"train-00000\.bin was cut short while it was in use"):
+        train(trainer)
+
+
+def test_a_shard_that_changes_is_noticed_before_a_save(data: Path, tmp_path: Path) -> None:
+    mine = copy_data(data, tmp_path / "data")
+    trainer = make_trainer(make_run(checkpoint_every=2), mine, tmp_path / "run")
+    shard = mine / "train-00000.bin"
+    # touched only, it is still the same
+    do_at(trainer, 2, lambda: os.utime(shard))
+    do_at(trainer, 5, lambda: flip_byte(shard, 7))
+    with pytest.raises(ValueError, match=r"train-00000\.bin is not what it was"):
+        train(trainer)
+    trainer.checkpoints.wait()
+    assert list(disk.list_checkpoints(tmp_path / "run" / "checkpoints")) == [2, 4]
+
+
+def test_what_fails_in_the_background_comes_up(data: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(make_run(steps=90, checkpoint_every=30), data, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints").rmdir()
+    with pytest.raises(OSError, match=r"could not be written .*No such file"):
+        train(trainer)
+    # not as late as the next save
+    assert 30 <= trainer.num_done < 60
+
+
+def test_muon_is_for_one_process(data: Path) -> None:
+    several = World(0, 2, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"train\.optimizer=adamw on several processes"):
+        Trainer(make_run(optimizer="muon"), Corpus.open(data), several)

@@ -1,0 +1,188 @@
+"""What one process can show of many: precision, meshes that cannot be, recomputed activations."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from depthmix.nn import Transformer
+from depthmix.nn.block import Block
+from depthmix.recipe import Recipe
+from depthmix.train.parallel import (
+    World,
+    checkpoint_activations,
+    choose_shard_dim,
+    make_mesh,
+    open_world,
+    resolve_precision,
+)
+from depthmix.train.step import compute_loss
+from variants import NAMES, gradients_of, make_model, make_tokens
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("size", "shard_size"), [(4, 3), (8, 5), (2, 4), (6, 4)], ids=lambda value: str(value)
+)
+def test_processes_are_shared_out_without_a_rest(size: int, shard_size: int) -> None:
+    sentence = f"train.shard_size = {shard_size} must divide the {size} processes"
+    with pytest.raises(ValueError, match=sentence):
+        make_mesh(size, "cpu", shard_size)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_shards", "dim"),
+    [
+        ((1024, 512), 8, 0),
+        # padded to 1024: a fortieth more
+        ((1000, 64), 512, 0),
+        # a router, and stacks of a few experts
+        ((1, 256), 8, 1),
+        ((8, 512, 768), 512, 1),
+        ((8, 500, 1024), 512, 2),
+        # nothing divides, so the first is padded
+        ((3, 5), 4, 0),
+        ((10,), 4, 0),
+    ],
+)
+def test_weights_are_cut_where_little_is_padded(
+    shape: tuple[int, ...], num_shards: int, dim: int
+) -> None:
+    assert choose_shard_dim(shape, num_shards) == dim
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "expected"),
+    [
+        ("auto", CPU, None),
+        ("auto", GPU, torch.bfloat16),
+        ("float32", CPU, None),
+        ("float32", GPU, None),
+        ("bfloat16", CPU, torch.bfloat16),
+        ("bfloat16", GPU, torch.bfloat16),
+    ],
+)
+def test_precision_is_the_recipes_or_the_devices(
+    wanted: Any, device: torch.device, expected: torch.dtype | None
+) -> None:
+    assert resolve_precision(Recipe(precision=wanted), device) == expected
+
+
+def test_one_process_agrees_with_itself() -> None:
+    world = World(0, 1, CPU)
+    assert world.is_first
+    assert world.agree(True, False, True) == [True, False, True]
+    assert world.agree() == []
+    assert not World(1, 2, CPU).is_first
+
+
+def test_the_mean_over_one_process_is_its_own() -> None:
+    values = torch.tensor([1.5, 2.5], requires_grad=True)
+    found = World(0, 1, CPU).average(values)
+    assert found.tolist() == [1.5, 2.5]
+    assert found.dtype == torch.float64
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("size", [None, "1"])
+def test_a_process_alone_is_a_world(size: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    with open_world("cpu") as world:
+        assert world == World(0, 1, CPU)
+        assert not torch.distributed.is_initialized()
+
+
+def test_the_device_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for there, kind in ((False, "cpu"), (True, "cuda")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        with open_world() as world:
+            assert world.device.type == kind
+
+
+def test_a_gpu_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no CUDA device is visible"), open_world("cuda"):
+        pass
+
+
+def take_step(model: Transformer, tokens: Tensor, precision: torch.dtype | None) -> Tensor:
+    torch.manual_seed(5)
+    documents = (torch.arange(16) >= 6).long().expand(2, 16)
+    with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
+        total = compute_loss(model, tokens[:, :-1], tokens[:, 1:], documents).total
+    total.backward()
+    return total.detach()
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_recomputed_activations_change_no_bit(name: str, precision: torch.dtype | None) -> None:
+    plain = make_model(name, dtype=torch.float32)
+    model = copy.deepcopy(plain)
+    checkpoint_activations(model)
+    tokens = make_tokens(model.config, 2, 17)
+    # also a second step: nothing of the first may be left
+    for _ in range(2):
+        losses = [take_step(each, tokens, precision) for each in (plain, model)]
+        assert torch.equal(*losses)
+    expected = gradients_of(plain)
+    for key, grad in gradients_of(model).items():
+        theirs = expected[key]
+        assert (grad is None) == (theirs is None), key
+        if grad is not None and theirs is not None:
+            assert torch.equal(grad, theirs), key
+    assert any(grad is not None and grad.any() for grad in expected.values())
+
+
+def test_activations_are_computed_again_only_for_a_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model("mode_staged", dtype=torch.float32)
+    calls: list[Block] = []
+    forward = Block.forward
+
+    def count(self: Block, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Block, "forward", count)
+    checkpoint_activations(model)
+    num_layers, tokens = model.config.num_layers, make_tokens(model.config, 2, 17)
+    take_step(model, tokens, None)
+    assert len(calls) == 2 * num_layers
+    calls.clear()
+    with torch.no_grad():
+        model(tokens)
+    assert len(calls) == num_layers
+
+
+def test_recomputing_keeps_the_names_of_parameters() -> None:
+    model = make_model("mod")
+    names = list(model.state_dict())
+    checkpoint_activations(model)
+    assert list(model.state_dict()) == names
+
+
+def test_recomputed_blocks_keep_less() -> None:
+    """Bytes that the forward pass leaves for the backward pass."""
+    kept = []
+    for recompute in (False, True):
+        model = make_model("dense", dtype=torch.float32)
+        if recompute:
+            checkpoint_activations(model)
+        sizes: dict[int, int] = {}
+
+        def note(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(make_tokens(model.config, 4, 64))
+        kept.append(sum(sizes.values()))
+    assert kept[1] < kept[0] / 3
