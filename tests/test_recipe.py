@@ -286,3 +286,15 @@ def test_sequences_are_the_models_unless_given() -> None:
 
 def test_schedules_of_the_tests_are_all() -> None:
     assert set(SCHEDULES) == set(get_args(fields.field_types(Recipe)["schedule"]))
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "val_tokens", "expected"),
+    [(20000, 131072, 1000), (100, 2048, 10), (100, 131072, 640), (100, 1, 10)],
+)
+def test_validations_read_a_tenth_at_most(num_steps: int, val_tokens: int, expected: int) -> None:
+    model = ModelConfig(max_seq_len=128)
+    run = RunConfig(model=model, train=Recipe(batch_size=16, val_tokens=val_tokens))
+    assert run.space_validations(num_steps) == expected
+    fixed = RunConfig(model=model, train=Recipe(val_every=7))
+    assert fixed.space_validations(num_steps) == 7

@@ -54,7 +54,7 @@ RECIPE = ("train.batch_size=2", "train.log_every=3", "train.val_every=7", "train
 # what depends on the clock or the machine
 MEASURED = {
     *("tokens_per_second", "flops_per_second", "share_of_peak", "seconds_per_step"),
-    "memory_bytes",
+    *("memory_bytes", "time"),
 }
 
 

@@ -23,7 +23,7 @@ FLOPS = 1e13
 PICTURE = "losses.png"
 
 # a small batch, because a small budget pays for few steps
-RECIPE = {"train.batch_size": 8, "train.log_every": 5, "train.val_tokens": 32768}
+RECIPE = {"train.batch_size": 8, "train.log_every": 5, "train.val_tokens": 16384}
 
 
 class Trained(NamedTuple):

@@ -74,7 +74,8 @@ class Recipe:
     log_every: int = 10
     """Steps between two lines of metrics."""
     val_every: int | None = None
-    """Steps between two validations. Empty means: twenty in a run."""
+    """Steps between two validations. Empty means: twenty in a run, or fewer where they would read
+    more than a tenth of what is trained on; one at the end in any case."""
     val_tokens: int = 131072
     """Tokens of the validation split to look at, at most."""
     checkpoint_every: int | None = None
@@ -137,6 +138,13 @@ class RunConfig:
     def tokens_per_step(self) -> int:
         """Tokens in a batch."""
         return self.train.batch_size * self.seq_len
+
+    def space_validations(self, num_steps: int) -> int:
+        """Steps between two validations."""
+        if self.train.val_every is not None:
+            return self.train.val_every
+        num_batches = max(1, self.train.val_tokens // self.tokens_per_step)
+        return max(math.ceil(num_steps / 20), 10 * num_batches)
 
     @staticmethod
     def from_overrides(model: ModelConfig, overrides: Mapping[str, Any]) -> "RunConfig":

@@ -17,7 +17,8 @@ from depthmix.data.shards import Corpus
 from depthmix.presets import load_preset
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
-from depthmix.train.loop import Outcome, ResumedMeter, Trainer
+from depthmix.train.loop import Outcome, Trainer
+from depthmix.train.meter import Meter
 from depthmix.train.parallel import World
 from depthmix.train.step import StepLoss
 from tiny_runs import MODEL, RECIPE, flip_byte, read_metrics, read_result, write_data
@@ -123,15 +124,15 @@ def test_what_is_recorded_when(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_mean_over_steps_survives_a_stop(data: Path, tmp_path: Path) -> None:
-    meters = [ResumedMeter(make_run(), WORLD) for _ in range(2)]
+    meters = [Meter(make_run(), WORLD) for _ in range(2)]
     trainer = make_trainer(make_run(), data, tmp_path / "run")
     results = [trainer.step(*trainer._move(trainer.loader.next())) for _ in range(3)]
-    assert ResumedMeter(make_run(), WORLD).state_dict() == {}
+    assert Meter(make_run(), WORLD).state_dict() == {}
     for result in results:
         meters[0].add(result)
     for result in results[:2]:
         meters[1].add(result)
-    resumed = ResumedMeter(make_run(), WORLD)
+    resumed = Meter(make_run(), WORLD)
     resumed.load_state_dict(meters[1].state_dict())
     assert resumed.peek() == meters[1].peek()
     resumed.add(results[2])

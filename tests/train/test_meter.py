@@ -107,8 +107,8 @@ def test_speed_leaves_out_the_first_step_and_pauses(clock: Clock) -> None:
     for _ in range(4):
         clock.now += 2
         meter.add(make_result(1.0))
-    clock.now += 50
-    meter.pause(50.0)
+    with meter.pause():
+        clock.now += 50
     record = meter.read(5)
     assert record["seconds_per_step"] == pytest.approx(2)
     assert record["tokens_per_second"] == pytest.approx(4 * 16 / 2)
@@ -116,8 +116,8 @@ def test_speed_leaves_out_the_first_step_and_pauses(clock: Clock) -> None:
     assert record["flops_per_second"] == pytest.approx(used / 2)
     assert record["share_of_peak"] is None
     # the next window counts all of its steps, and only its own pauses
-    meter.pause(3.0)
-    clock.now += 3
+    with meter.pause():
+        clock.now += 3
     for _ in range(2):
         clock.now += 5
         meter.add(make_result(1.0))

@@ -30,14 +30,14 @@ def plan_memory(
     ],
     gpus: Annotated[
         list[str] | None,
-        typer.Option(help="Numbers of GPUs, several side by side: --gpus 8 64 512. 8 if empty."),
+        typer.Option(metavar="N...", help="Numbers of GPUs, a column for each; 8 if empty."),
     ] = None,
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens in a sequence; the model's max_seq_len if empty.")
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs that share a node and NVLink.")] = 8,
     flops_per_second: Annotated[
-        float, typer.Option(help="What one GPU really computes, in FLOP/s.")
+        float, typer.Option(help="What one GPU really computes, in FLOP/s.", show_default="4e14")
     ] = 400e12,
     network: Annotated[
         float, typer.Option(help="Network between nodes in Gbit/s, for each GPU.")
@@ -52,7 +52,7 @@ def plan_memory(
     Shards are cut for real, on this machine and without its memory; activations are estimated,
     times follow from the rates that you state. For example:
 
-    depthmix plan-memory 1b train.batch_size=512 train.shard_size=8 --gpus 8 64 512
+    depthmix plan-memory 1b train.batch_size=512 --gpus 8 64 512
     """
     from depthmix.presets import load_model
     from depthmix.recipe import RunConfig

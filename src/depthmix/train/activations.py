@@ -92,11 +92,12 @@ class _Sizes(NamedTuple):
         gated = 3 if self.compiled else 4
         return width * self.element * (gated if self.config.mlp == "swiglu" else 2)
 
-    @property
-    def cast(self) -> int:
-        """A float32 copy of the stream, which a router multiplies."""
-        copied = self.element < FLOAT32 and not self.compiled
-        return self.config.width * FLOAT32 if copied else 0
+    def router(self, *, normalize: bool = False) -> int:
+        """Float32 copies of a router's input, beside the input itself."""
+        num_casts = int(self.element < FLOAT32)
+        if normalize:
+            num_casts += 1 + num_casts
+        return 0 if self.compiled else num_casts * FLOAT32 * self.config.width
 
     def predictor(self, hidden: int) -> int:
         """A predictor's hidden layer, and one number."""
@@ -119,13 +120,14 @@ def _list_saved(
     apart = num_deciders == 2
     if num_deciders:
         # every token is scored; a score, an index and a place take 16 bytes
-        scored = sizes.cast + 16
+        router = sizes.router(normalize=config.routing.normalize_input)
+        scored = router + 16
         if config.routing.has_predictor:
             scored += sizes.predictor(config.routing.predictor_width)
         yield num_tokens * (width * element + num_deciders * scored)
         # what was gathered: its phases, its copy for the gate, and in the end its update
         gathered = kept + (offered if apart else 0)
-        yield gathered * (FLOAT32 * config.shape.head_width + sizes.cast)
+        yield gathered * (FLOAT32 * config.shape.head_width + router)
         yield kept * width * element
     yield kept * (2 * sizes.norm(width) + sizes.query) + offered * sizes.key_value
     if apart:
@@ -137,7 +139,7 @@ def _list_saved(
         yield kept * sizes.hidden(config.shape.mlp_width)
         return
     experts = config.experts
-    yield kept * (sizes.cast + 8 * experts.num_experts)
+    yield kept * (sizes.router() + 8 * experts.num_experts)
     if experts.has_predictor:
         yield kept * sizes.predictor(experts.predictor_width)
     # each pair: what goes in, the inside, what comes out, and its weighted sum

@@ -199,18 +199,18 @@ def _create_folder(plan: Plan, trainer: Trainer) -> _Made:
     while True:
         path = plan.out or name_run(plan.name, datetime.now())
         missing = tuple(folder for folder in (path, *path.parents) if not folder.exists())
-        entries = frozenset(os.listdir(path)) if path.is_dir() else frozenset()
-        with suppress(FileExistsError):
+        made = _Made(path, frozenset(os.listdir(path) if path.is_dir() else ()), missing)
+        try:
             # of two runs that start in the same second, one takes another name
-            path.mkdir(parents=True, exist_ok=plan.out is not None)
-            break
-    made = _Made(path, entries, missing)
-    try:
-        RunDir.create(path, config, start)
-    except OSError:
-        made.undo()
-        raise
-    return made
+            if plan.out is None:
+                path.mkdir(parents=True)
+            RunDir.create(path, config, start)
+            return made
+        except FileExistsError:
+            continue
+        except OSError:
+            made.undo()
+            raise
 
 
 @contextmanager

@@ -36,8 +36,6 @@ from depthmix.train.optim import make_optimizers, set_rates
 from depthmix.train.parallel import World
 from depthmix.train.step import Root, TrainStep
 
-VALIDATIONS_IN_A_RUN = 20
-
 
 class Outcome(NamedTuple):
     """How a training ended."""
@@ -50,23 +48,6 @@ class Outcome(NamedTuple):
     """The last validation."""
     signal: int | None
     """What interrupted it."""
-
-
-class ResumedMeter(Meter):
-    """A meter whose means go on over a stop: the steps before it are in the checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Sums since the last reading, over all processes, as plain data."""
-        if self._sums is None:
-            return {}
-        sums = self.world.average(self._sums).tolist()
-        return {"names": self._names, "sums": sums, "count": self._count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`."""
-        if state:
-            self._names, self._count = state["names"], state["count"]
-            self._sums = torch.tensor(state["sums"], device=self.world.device)
 
 
 class Trainer:
@@ -116,7 +97,7 @@ class Trainer:
             accumulate=recipe.accumulate,
             root=self.root,
         )
-        self.meter = ResumedMeter(run, world)
+        self.meter = Meter(run, world)
         self.num_done = 0
         """Steps done, by this process or before it."""
         self.loss: float | None = None
@@ -151,7 +132,7 @@ class Trainer:
     def train(self, console: Console) -> Outcome:
         """Run to the end of the budget, or until somebody wants it to stop."""
         recipe, num_steps, world = self.run.train, self.num_steps, self.world
-        val_every = recipe.val_every or math.ceil(num_steps / VALIDATIONS_IN_A_RUN)
+        val_every = self.run.space_validations(num_steps)
         meter, step = self.meter, self.num_done
         logger = SilentLogger()
         if world.is_first:
@@ -185,20 +166,18 @@ class Trainer:
                 if shown:
                     logger.show(step, shown)
                 if step % val_every == 0 or step == num_steps:
-                    began = time.perf_counter()
-                    self.val = self._validate(logger, step)
-                    meter.pause(time.perf_counter() - began)
+                    with meter.pause():
+                        self.val = self._validate(logger, step)
                 every, minutes = recipe.checkpoint_every, (time.monotonic() - saved_at) / 60
                 wish = step % every == 0 if every else minutes > recipe.checkpoint_minutes
                 save, stop = world.agree(wish, interrupt.signal is not None)
                 if save or stop or step == num_steps:
-                    began = time.perf_counter()
-                    if step % recipe.log_every and step != num_steps:
-                        # nothing that is not finite may be saved
-                        self._check_finite(meter.peek(), step)
-                    self._save(step, batches.state_dict())
+                    with meter.pause():
+                        if step % recipe.log_every and step != num_steps:
+                            # nothing that is not finite may be saved
+                            self._check_finite(meter.peek(), step)
+                        self._save(step, batches.state_dict())
                     saved_at = time.monotonic()
-                    meter.pause(time.perf_counter() - began)
                 self.checkpoints.poll()
                 if stop and step < num_steps:
                     break
@@ -236,7 +215,13 @@ class Trainer:
     def _validate(self, logger: Logger | SilentLogger, step: int) -> dict[str, Any]:
         if self.val_loader is None:
             return {}
-        means, gates = validate(self.root, self.run.model, self._read_val_batches(), self.precision)
+        devices = [self.world.device] if self.world.device.type == "cuda" else []
+        # random routing draws here too: looking must not change what comes next
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(self.run.train.seed)
+            means, gates = validate(
+                self.root, self.run.model, self._read_val_batches(), self.precision
+            )
         values = self.world.average(torch.stack(list(means.values())))
         record = dict(zip(means, values.tolist(), strict=True))
         per_token = self.val_loader.split.bytes_per_token

@@ -6,6 +6,8 @@ Reads the device only when asked, so that a step never waits for a number. Knows
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,13 +64,34 @@ class Meter:
         self._num_timed += 1
         if self._num_timed == 0:
             # the first step compiles and allocates: it says nothing about the next ones
-            if self.world.device.type == "cuda":
-                torch.cuda.synchronize()
+            self._synchronize()
             self._since = time.perf_counter()
 
-    def pause(self, seconds: float) -> None:
-        """Leave out time that was not spent on steps."""
-        self._paused += seconds
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave out time that is not spent on steps."""
+        # those that are still under way on the device are
+        self._synchronize()
+        began = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - began
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sums since the last reading, over all processes, as plain data."""
+        if self._sums is None:
+            return {}
+        sums = self.world.average(self._sums).tolist()
+        return {"names": self._names, "sums": sums, "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`: the means go on over a stop."""
+        if state:
+            self._names, self._count = state["names"], state["count"]
+            self._sums = torch.tensor(state["sums"], device=self.world.device)
+
+    def _synchronize(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def peek(self) -> dict[str, float]:
         """Means since the last reading, over all processes; waits for the device."""
@@ -81,6 +104,7 @@ class Meter:
         means = self.peek()
         record = {
             **means,
+            "time": time.time(),
             "tokens": step * self.run.tokens_per_step,
             "flops": step * self.flops_per_step,
             **self._tell_speed(),

@@ -1,0 +1,230 @@
+"""Plans for many GPUs: shards as FSDP2 cuts them, the peak as torch tracks it, sums by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+from depthmix import flops
+from depthmix.nn import Transformer
+from depthmix.presets import load_preset
+from depthmix.recipe import Recipe, RunConfig
+from depthmix.train import memory, parallel
+from depthmix.train.memory import (
+    Cluster,
+    Group,
+    count_gathered,
+    count_shards,
+    count_traffic,
+    estimate_run,
+)
+from depthmix.train.step import Root, TrainStep
+from variants import NAMES, make_config
+
+BILLION = load_preset("1b")
+
+
+def make_run(preset: str = "1b", **fields: Any) -> RunConfig:
+    return RunConfig.from_overrides(load_preset(preset), {"train.batch_size": 512, **fields})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shards_of_every_model_add_up(name: str) -> None:
+    run = RunConfig(model=make_config(name))
+    groups = count_shards(run, num_gpus=4)
+    total = flops.num_parameters(run.model).total
+    assert sum(group.num_elements for group in groups) == total
+    kinds = [group.kind for group in groups]
+    assert (kinds.count("root"), kinds.count("layer")) == (1, run.model.num_layers)
+    num_deciders = 2 if run.model.routing.kv_capacity is not None else 1
+    num_routers = num_deciders * len(run.model.routed_layers) + len(run.model.expert_layers)
+    assert kinds.count("router") == num_routers
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("num_gpus", [8, 64, 512])
+def test_shards_are_the_analytic_share(num_gpus: int) -> None:
+    total = flops.num_parameters(BILLION).total
+    local = sum(group.local_elements for group in count_shards(make_run(), num_gpus))
+    # at most a few rows of padding
+    assert 1 <= local * num_gpus / total < 1.05
+
+
+def test_uneven_shards_are_padded_on_every_rank() -> None:
+    # an embedding of 256 rows, of which the last of 7 ranks would get 34 and the others 37
+    run = make_run("tiny-dense", vocab_size=256, width=60, num_heads=2, num_kv_heads=2)
+    first, last = (count_shards(run, 7, rank)[-1] for rank in (0, 6))
+    assert first == last
+    assert first.kind == "root"
+    # beside it the last norm's 60 numbers, 9 for each
+    assert first.local_elements == 37 * 60 + 9
+
+
+def test_few_experts_are_cut_for_many_gpus() -> None:
+    fields = {"experts.strategy": "expert_choice", "experts.num_experts": 8, "width": 512}
+    run = make_run("60m-dense", **fields)
+    layers = [group for group in count_shards(run, 128) if group.kind == "layer"]
+    # uncut, every rank would hold a whole expert: 16 times its share
+    assert all(group.local_elements * 128 < 1.1 * group.num_elements for group in layers)
+
+
+def test_replicas_hold_what_their_shard_group_shares() -> None:
+    shared, replicated = (make_run(**{"train.shard_size": size}) for size in (None, 8))
+    assert count_shards(shared, 8) == count_shards(replicated, 64)
+
+
+class Tracked:
+    """One rank of a sharded training on the CPU, its memory tracked by torch."""
+
+    def __init__(self, run: RunConfig, num_ranks: int) -> None:
+        recipe, model = run.train, Transformer(run.model)
+        with memory._pretend_world(num_ranks, 0):
+            root = Root(model)
+            if recipe.checkpoint_activations:
+                parallel.checkpoint_activations(model)
+            mesh = parallel.make_mesh(num_ranks, "cpu", recipe.shard_size)
+            parallel.shard_model(root, mesh, torch.bfloat16)
+            optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+            step = TrainStep(model, optimizer, precision=torch.bfloat16, root=root)
+            rows = recipe.batch_size // num_ranks
+            tokens = torch.randint(run.model.vocab_size, (rows, run.seq_len))
+            tracker = FSDPMemTracker(root, optimizer)
+            with tracker:
+                step(tokens, tokens)
+                # the first step makes the optimiser's state
+                tracker.reset_mod_stats()
+                step(tokens, tokens)
+        (found,) = tracker.get_tracker_snapshot("peak").values()
+        self.bytes = {getattr(kind, "name", kind): count for kind, count in found.items()}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("num_gpus", [2, 16])
+@pytest.mark.parametrize("preset", ["1b-dense", "1b"])
+def test_a_total_bounds_the_peak_that_torch_tracks(
+    preset: str, num_gpus: int, recompute: bool
+) -> None:
+    small = {"num_layers": 8, "width": 128, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 128}
+    recipe = {"compile": False, "document_mask": False, "checkpoint_activations": recompute}
+    recipe |= {"batch_size": 2 * num_gpus, "seq_len": 64}
+    run = make_run(preset, **small, **{f"train.{name}": value for name, value in recipe.items()})
+    estimate = estimate_run(run, Cluster(num_gpus)).memory
+    tracked = Tracked(run, num_gpus).bytes
+    assert estimate.parameters == tracked["SHARDED_PARAM"]
+    # a counter of steps stands beside the moments of each parameter
+    assert estimate.optimizer == pytest.approx(tracked["OPT"], rel=0.02)
+    moved = sum(tracked[kind] for kind in ("UNSHARDED_PARAM", "ALL_GATHER", "REDUCE_SCATTER"))
+    assert moved <= estimate.gathered
+    assert 0.7 < tracked["Total"] / estimate.total < 1
+
+
+GROUPS = [Group("router", 40, 10), Group("layer", 390, 100), Group("layer", 400, 100)]
+GROUPS.append(Group("root", 200, 50))
+
+
+def test_gathered_copies() -> None:
+    # the root and its gradients in two bytes, routers in four, of one layer ten bytes a number
+    assert count_gathered(GROUPS, 2, 4) == 4 * (2 * 2 * 50 + 2 * 4 * 10 + 10 * 100)
+    assert count_gathered([Group("root", 200, 200)], 2, 1) == 400
+    assert count_gathered([Group("root", 200, 200)], 4, 1) == 0
+
+
+def test_traffic_inside_a_node() -> None:
+    cluster = Cluster(4, nvlink_bytes_per_second=1e3)
+    found = count_traffic(GROUPS, 2, Recipe(), cluster)
+    # three other ranks; layers twice; routers in float32
+    gathered = 3 * (2 * 2 * 200 + 2 * 50 + 4 * 10)
+    scattered = 3 * 4 * 260
+    assert found[:3] == (gathered, scattered, 0)
+    # three steps of each of ten rings
+    assert found.seconds == pytest.approx((gathered + scattered) / 1e3 + 10 * 3 * 3.4e-6)
+    # every micro-batch gathers and scatters
+    twice = count_traffic(GROUPS, 2, Recipe(accumulate=2), cluster)
+    assert twice == pytest.approx([2 * value for value in found])
+
+
+def test_traffic_between_nodes_and_replicas() -> None:
+    cluster = Cluster(16, gpus_per_node=2, network_bytes_per_second=1e3)
+    found = count_traffic(GROUPS, 2, Recipe(shard_size=4), cluster)
+    local = 260
+    # a ring of all 4 replicas goes around twice, a quarter of the shard at each of its steps
+    assert found.all_reduce_bytes == 2 * 3 * 4 * local // 4
+    rings = found.all_gather_bytes + found.reduce_scatter_bytes
+    # shards lie on two nodes, whose two links both serve the ring; each replica has its own
+    seconds = rings / 2e3 + 10 * (2 * 3.4e-6 + 9.6e-6)
+    seconds += found.all_reduce_bytes / 1e3 + 2 * len(GROUPS) * 3 * 9.6e-6
+    assert found.seconds == pytest.approx(seconds)
+    one_each = count_traffic(GROUPS, 2, Recipe(shard_size=1), cluster)
+    assert one_each[:2] == (0, 0)
+    assert one_each.all_reduce_bytes == 2 * 15 * 4 * local // 16
+
+
+def test_an_estimate_adds_up() -> None:
+    run = make_run(**{"train.keep_checkpoints": 3})
+    found = estimate_run(run, Cluster(64, flops_per_second=1e14))
+    total = flops.num_parameters(BILLION).total
+    assert (found.shard_size, found.num_rows) == (64, 8)
+    memory = found.memory
+    assert memory.gradients == memory.parameters
+    assert memory.optimizer == 2 * memory.parameters
+    assert memory.total == sum(memory)
+    # logits of a chunk in bfloat16; the head's gradient in float32, that of what enters it
+    tokens, vocabulary, width = 8 * 2048, BILLION.vocab_size, BILLION.width
+    assert memory.loss == 2 * 8192 * vocabulary + 4 * vocabulary * width + 2 * tokens * width
+    assert (found.checkpoint_bytes, found.disk_bytes) == (12 * total, 5 * 12 * total)
+    assert found.host_bytes == 8 * 4 * total
+    assert found.start_bytes == 4 * total + memory.parameters
+    step = flops.training_flops(BILLION, batch_size=512, causal_half=True)
+    assert found.compute_seconds == pytest.approx(step / 64 / 1e14)
+    needed = max(memory.total, found.start_bytes)
+    assert found.fits(needed / 0.9 + 1)
+    assert not found.fits(needed / 0.9 - 1)
+    tree = found.to_dict()
+    assert tree["memory"]["total"] == memory.total
+    assert tree["traffic"]["all_gather_bytes"] == found.traffic.all_gather_bytes
+
+
+def test_checkpointing_trades_memory_for_compute() -> None:
+    kept, recomputed = (
+        estimate_run(make_run(**{"train.checkpoint_activations": recompute}), Cluster(64))
+        for recompute in (False, True)
+    )
+    assert kept.memory.activations == recomputed.activations_kept
+    assert recomputed.memory.activations == kept.activations_recomputed
+    assert recomputed.memory.activations < kept.memory.activations / 3
+    assert recomputed.compute_seconds == pytest.approx(4 / 3 * kept.compute_seconds)
+
+
+def test_one_gpu_shares_nothing() -> None:
+    found = estimate_run(make_run(**{"train.shard_size": 8}), Cluster(1))
+    total = flops.num_parameters(BILLION).total
+    assert found.shard_size == 1
+    assert found.memory.parameters == found.start_bytes == 4 * total
+    assert found.memory.gathered == 2 * total
+    assert found.traffic == (0, 0, 0, 0)
+    assert found.padding == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "cluster", "sentence"),
+    [
+        ({"train.batch_size": 100}, Cluster(8), "shared by 8 GPUs: give a multiple of 8"),
+        (
+            {"train.accumulate": 4},
+            Cluster(512),
+            "512 GPUs x train.accumulate=4: give a multiple of 2048",
+        ),
+        ({"train.optimizer": "muon"}, Cluster(8), "Muon cannot update sharded matrices"),
+        ({"train.shard_size": 3}, Cluster(8), "train.shard_size = 3 must divide the 8 processes"),
+        ({}, Cluster(0), "num gpus = 0 must be greater than 0"),
+        ({}, Cluster(8, 8, float("nan")), "flops per second = nan must be greater than 0"),
+    ],
+)
+def test_what_could_not_run_is_refused(
+    fields: dict[str, Any], cluster: Cluster, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        estimate_run(make_run(**fields), cluster)
+    assert not dist.is_initialized()
