@@ -91,7 +91,12 @@ def run_demo(
         y_label="training loss, nats a token",
     )
     console.print(draw_text_plot(curves, x_label="training FLOPs"), highlight=False, markup=False)
-    console.print(f"\nthe picture: {picture}", highlight=False, soft_wrap=True)
+    console.print(
+        "\nSo short a run favours the model that takes more steps: this shows that routing works, "
+        "not how the two compare at a real budget.",
+        highlight=False,
+    )
+    console.print(f"the picture: {picture}", highlight=False, soft_wrap=True)
     console.print(f"the runs: depthmix runs {folder}", highlight=False, soft_wrap=True)
     return dense, routed
 

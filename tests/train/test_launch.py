@@ -87,7 +87,7 @@ def fail_at(patch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:
 
 
 def test_a_run_from_start_to_end(data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "run[1]"
+    out = tmp_path / "deep" / "run[b]"
     (outcome, folder), printed = say(Plan(run=make_run(), data=data, out=out))
     assert (outcome.state, folder.path) == ("finished", out)
     lines = printed.splitlines()

@@ -30,7 +30,19 @@ class ModelsAndFields(NamedTuple):
     overrides: dict[str, str]
 
 
-class FieldsCommand(TyperCommand):
+class PlainCommand(TyperCommand):
+    """A command whose help names its arguments without the types of Python."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Every argument and option, with its line."""
+        for parameter in self.params:
+            if parameter.param_type_name == "argument":
+                # typer would add `<list[str]>`
+                parameter.display_type_rich = lambda ctx: ""  # pyrefly: ignore
+        super().format_options(ctx, formatter)
+
+
+class FieldsCommand(PlainCommand):
     """A command whose help ends with every field of a model."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
@@ -39,7 +51,7 @@ class FieldsCommand(TyperCommand):
             formatter.write_dl(list(list_fields(train=False).items()))
 
 
-class RunFieldsCommand(TyperCommand):
+class RunFieldsCommand(PlainCommand):
     """A command whose help ends with every field of a model and of a recipe."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:

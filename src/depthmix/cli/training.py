@@ -9,15 +9,21 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli.arguments import FIELDS_ALLOWED, RunFieldsCommand, app, split_arguments
+from depthmix.cli.arguments import (
+    FIELDS_ALLOWED,
+    PlainCommand,
+    RunFieldsCommand,
+    app,
+    split_arguments,
+)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def prepare(
     sources: Annotated[
         list[str],
         typer.Argument(
-            metavar="SOURCE...",
+            metavar="SOURCE",
             help="Text, JSONL, Parquet or token files, folders of them, hf:OWNER/NAME, stdlib.",
         ),
     ],
@@ -31,7 +37,8 @@ def prepare(
         typer.Option(help="Ids of the tokenizer that is trained where none is given (4096)."),
     ] = None,
     val: Annotated[
-        list[str] | None, typer.Option(help="A source for validation; may be repeated.")
+        list[str] | None,
+        typer.Option(help="A source for validation; may be repeated.", metavar="SOURCE"),
     ] = None,
     val_fraction: Annotated[
         float, typer.Option(help="Share of documents for validation, without --val.")
@@ -48,7 +55,11 @@ def prepare(
 ) -> None:
     """Tokenise text into a folder that training reads.
 
-    For example: depthmix prepare books/ notes.jsonl --out data --vocab-size 8192
+    Stopped by whatever, the same command goes on where it was.
+
+    \b
+    For example:
+      depthmix prepare books/ notes.jsonl --out data --vocab-size 8192
     """
     from rich.console import Console
 
@@ -83,7 +94,7 @@ def prepare(
 def train(
     fields: Annotated[
         list[str] | None,
-        typer.Argument(metavar="FIELD=VALUE...", help="Fields to change.", show_default=False),
+        typer.Argument(metavar="FIELD=VALUE", help="Fields to change.", show_default=False),
     ] = None,
     preset: Annotated[
         str | None, typer.Option(help="A preset or .toml file; 'demo' if empty.", metavar="MODEL")
@@ -94,7 +105,9 @@ def train(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after so many steps.")] = None,
     tokens: Annotated[float | None, typer.Option(help="Stop after so many tokens.")] = None,
-    flops: Annotated[float | None, typer.Option(help="Stop after so much compute.")] = None,
+    flops: Annotated[
+        float | None, typer.Option(help="Stop after so many FLOPs, such as 1e17.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; runs/MODEL-TIME if empty.")
     ] = None,
@@ -106,11 +119,15 @@ def train(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
 ) -> None:
-    """Train a model; or go on with a run.
+    """Train a model, or go on with a run.
 
-    For example: depthmix train --preset 60m --data data --flops 1e17 train.batch_size=32
+    Ctrl-C saves and stops; --resume goes on, also after a kill, as if nothing had happened.
 
-    On many GPUs: torchrun --nproc-per-node 8 -m depthmix train --preset 1b --data data
+    \b
+    For example:
+      depthmix train --preset 60m --data data --flops 1e17 train.batch_size=32
+      depthmix train --resume runs/60m-20261115-142233
+      torchrun --nproc-per-node 8 -m depthmix train --preset 1b --data data
     """
     from depthmix.presets import load_model
     from depthmix.recipe import RunConfig
@@ -153,12 +170,17 @@ def train(
         sys.exit(128 + (outcome.signal or 0))
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def runs(
-    folder: Annotated[Path, typer.Argument(help="Where to look for runs.")] = Path("runs"),
+    folder: Annotated[
+        Path, typer.Argument(help="A run, or a folder to look for runs in.", metavar="FOLDER")
+    ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
-    """List runs in a table."""
+    """List runs in a table: how far each came, and how good it is.
+
+    A run that is 'stopped' was killed; it can be resumed as an interrupted one can.
+    """
     from depthmix.runs import list_runs, print_runs, to_json
 
     found = list_runs(folder)

@@ -54,4 +54,5 @@ class Predictor(nn.Module):
         if self.w_out.weight.shape[0] == 1 and torch.compiler.is_compiling():
             # see Router.forward
             return (hidden * self.w_out.weight[0]).sum(dim=-1, keepdim=True) + self.w_out.bias
-        return at_least_float32(self.w_out(hidden.to(x.dtype)))
+        # torch's product with a bias is a view, which sharding does not like; see Decider.forward
+        return at_least_float32(self.w_out(hidden.to(x.dtype))).clone()

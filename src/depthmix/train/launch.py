@@ -179,14 +179,13 @@ class _Made(NamedTuple):
     """A new run's folder, with what was there before."""
 
     path: Path
-    entries: frozenset[str]
+    entries: frozenset[Path]
     """What the folder held."""
     missing: tuple[Path, ...]
     """What of the path did not exist, the folder itself first."""
 
     def undo(self) -> None:
-        for name in set(os.listdir(self.path)) - self.entries:
-            entry = self.path / name
+        for entry in set(self.path.glob("*")) - self.entries:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         for folder in self.missing:
             # somebody else may have put something there
@@ -199,7 +198,7 @@ def _create_folder(plan: Plan, trainer: Trainer) -> _Made:
     while True:
         path = plan.out or name_run(plan.name, datetime.now())
         missing = tuple(folder for folder in (path, *path.parents) if not folder.exists())
-        made = _Made(path, frozenset(os.listdir(path) if path.is_dir() else ()), missing)
+        made = _Made(path, frozenset(path.glob("*")), missing)
         try:
             # of two runs that start in the same second, one takes another name
             if plan.out is None:

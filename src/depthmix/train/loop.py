@@ -270,7 +270,7 @@ class Trainer:
             )
 
 
-def _choose_shown(record: dict[str, Any], budget: float) -> dict[str, Any]:
+def _choose_shown(record: dict[str, Any], budget: int | float) -> dict[str, Any]:
     names = ("loss", "tokens_per_second", "flops_per_second", "share_of_peak", "flops")
     routed = record.get("predictor_routed_fraction", record.get("router_routed_fraction"))
     return {**{name: record[name] for name in names}, "flops_budget": budget, "routed": routed}
