@@ -3,11 +3,14 @@
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import depthmix
 from depthmix import describe
@@ -15,6 +18,9 @@ from depthmix.cli import main
 from depthmix.config import ModelConfig
 from depthmix.fields import document_fields
 from depthmix.presets import load_preset, preset_names
+from depthmix.recipe import Recipe
+from depthmix.rundir import RunDir
+from tiny_runs import MODEL, RECIPE, read_tree, write_data
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +45,7 @@ def squeeze(text: str) -> str:
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     helped = capsys.readouterr().out
-    for command in ("describe", "presets", "demo"):
+    for command in ("describe", "presets", "demo", "prepare", "train", "runs"):
         assert re.search(rf"^  {command} ", helped, re.MULTILINE)
     # without arguments it says the same, and that is no mistake
     assert main([]) == 0
@@ -118,8 +124,8 @@ def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["describe", "tiny", "--routing.capacty", "1"], "Did you mean 'routing.capacity'?"),
         (["describe", "tiny", "--seqlen=3"], "Did you mean '--seq-len'?"),
         (["describe", "tiny", "-x"], "there is no option '-x'"),
-        (["demo", "--steps", "0"], "--steps 0 must be at least 1"),
-        (["demo", "--batch-size", "-1"], "--batch-size -1 must be at least 1"),
+        (["demo", "--flops", "0"], "train.flops = 0.0 must be greater than 0"),
+        (["demo", "--preset", "tiny-dense"], "has no routed block to compare"),
         (["presets", "more"], "unexpected extra argument"),
         (["describ"], "No such command 'describ'"),
     ],
@@ -168,7 +174,15 @@ def test_interruptions_are_short(
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize("error", [KeyError("a defect"), RuntimeError("another")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("a defect"),
+        RuntimeError("another"),
+        # it names memory, and is not about its size
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+    ],
+)
 def test_defects_are_not_hidden(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(describe, "list_presets", fail_with(error))
     with pytest.raises(type(error)):
@@ -207,3 +221,172 @@ def test_counting_loads_no_torch(args: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("cli") / "data")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+SHORT = ("train", *MODEL, *RECIPE, "--steps", "4", "train.tensorboard=false")
+
+
+@pytest.mark.parametrize("verb", ["prepare", "train", "runs"])
+def test_help_fits_a_narrow_terminal(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--help"]) == 0
+    helped = capsys.readouterr().out
+    assert max(map(len, helped.splitlines())) <= 80
+    assert "list[" not in helped
+    # commands can be copied
+    examples = [line for line in helped.splitlines() if line.startswith("    depthmix")]
+    assert len(examples) == {"prepare": 1, "train": 2, "runs": 0}[verb]
+
+
+def test_train_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    helped = squeeze(capsys.readouterr().out).replace("- ", "-")
+    for name, text in {**document_fields(Recipe, "train."), **document_fields(ModelConfig)}.items():
+        assert f"{name} {text}".replace("- ", "-") in helped
+
+
+def test_from_text_to_a_finished_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my texts").mkdir()
+    for i in range(40):
+        Path("my texts", f"{i}.txt").write_text(f"the {i}th text counts from {i} to {i * i}\n" * 9)
+    assert main(["prepare", "my texts", "--out", "my data", "--vocab-size", "300"]) == 0
+    *_, counted, told = capsys.readouterr().out.splitlines()
+    assert re.match(r"my data: train: [0-9.]+ K tokens, documents: \d+; val: ", counted)
+    assert told == "next: depthmix train --data 'my data'"
+    assert main([*SHORT, "vocab_size=300", *shlex.split(told)[3:]]) == 0
+    (run,) = Path("runs").iterdir()
+    assert re.fullmatch(r"tiny-\d{8}-\d{6}", run.name)
+    printed, errors = capsys.readouterr()
+    assert errors == ""
+    # plain lines where nobody watches
+    assert "\x1b" not in printed
+    assert re.search(rf"^{run.name}  step 4/4  loss \d", printed, re.MULTILINE)
+    assert printed.splitlines()[-1].startswith("finished, validation loss ")
+    assert main(["train", "--resume", str(run)]) == 0
+    assert capsys.readouterr().out.endswith("nothing left to do\n")
+    assert main(["runs"]) == 0
+    assert re.search(rf"^runs/{run.name}\s.* 4/4 +finished ", capsys.readouterr().out, re.MULTILINE)
+    assert main(["runs", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ("train --steps 0", "train.steps = 0 must be greater than 0"),
+        ("train --flops 1", "this budget is less than one step"),
+        ("train --steps 1 --tokens 5", "a run stops by one of steps, tokens and flops"),
+        ("train --tokens nan", "train.tokens = nan must be a finite number"),
+        ("train --steps x", "Invalid value for '--steps'"),
+        ("train --preset tinny", "there is no preset 'tinny'. Did you mean 'tiny'?"),
+        ("train --preset none.toml", "cannot read 'none.toml'"),
+        ("train widht=3", "Did you mean 'width'?"),
+        ("train train.bach_size=3", "Did you mean 'train.batch_size'?"),
+        ("train --train.seed 3", "write '--train.seed 3' as train.seed=3"),
+        ("train --chekpoint-every 3", "Did you mean '--checkpoint-every'?"),
+        ("train tiny", "'tiny' is no field: write FIELD=VALUE, and name a model with --preset"),
+        ("train --device gpu", "--device gpu is neither cpu nor cuda"),
+        ("train --data none", "there is no data folder none: make one with `depthmix prepare"),
+        ("train --data empty", "empty is not a data folder (it has no manifest.json)"),
+        ("train --data file", "file is not a data folder"),
+        ("train --data DATA --out file", "'file' is a file: choose another --out"),
+        ("train --data DATA --out file/run", "file/run: Not a directory"),
+        ("train --data DATA vocab_size=60", "the model's vocab_size is 60: add vocab_size=64"),
+        ("train --data DATA train.seq_len=99", "train.seq_len = 99 is more than the model's"),
+        ("train --data DATA max_seq_len=6000", "fewer than one row of 6000 + 1"),
+        ("train --data DATA train.batch_size=10000000000", "of memory and there are"),
+        ("train --data DATA width=1000000", "of memory and there are"),
+        ("train --data DATA train.wandb=true", "pip install 'depthmix[wandb]'"),
+        ("train --resume none", "there is no run 'none': name a folder that training made"),
+        ("train --resume file", "'file' is a file: name the folder of a run"),
+        ("train --resume empty", "'empty' is no run: it has no config.toml"),
+        ("train --resume none --steps 5", "--resume goes on with a run as it was: leave out"),
+        ("train --resume none width=5", "--resume goes on with a run as it was: leave out"),
+        ("train --resume none --out b", "--resume goes on with a run as it was: leave out"),
+        ("runs", "there is no run in 'runs': 'depthmix train' makes one"),
+        ("runs file", "there is no run in 'file'"),
+        ("prepare none --out data", "there is no file or folder none"),
+        ("prepare file --out file", "cannot write file (File exists): "),
+        ("prepare file", "Missing option '--out'"),
+        ("prepare file --out empty/data --workers 0", "num_workers = 0 must be at least 1"),
+    ],
+)
+def test_mistakes_leave_nothing(
+    args: str,
+    sentence: str,
+    here: Path,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    Path("empty").mkdir()
+    Path("file").write_text("mine")
+    given = [str(data) if arg == "DATA" else arg for arg in args.split()]
+    if given[0] == "train" and "--resume" not in given:
+        # what is given last counts; a budget is given only once
+        small = [arg for arg in SHORT if arg not in ("--steps", "4")]
+        budget = [] if {"--steps", "--flops", "--tokens"} & set(given) else ["--steps", "4"]
+        given = [*small, *budget, *given[1:]]
+    assert main(given) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("depthmix: ")
+    assert errors.count("\n") == 1
+    assert sentence in errors
+    assert sorted(path.name for path in here.rglob("*")) == ["empty", "file"]
+    assert Path("file").read_text() == "mine"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(
+    data: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SHORT, "--data", str(data), "--device", "cuda"]) == 2
+    assert "no CUDA device is visible to torch" in capsys.readouterr().err
+    assert list(here.iterdir()) == []
+
+
+def test_a_run_stands_in_the_way_of_another(
+    data: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*SHORT, "--data", str(data), "--out", "run"]
+    assert main(command) == 0
+    before = read_tree(here)
+    capsys.readouterr()
+    assert main(command) == 2
+    assert "'run' already holds a run: go on with it by --resume run" in capsys.readouterr().err
+    assert read_tree(here) == before
+
+
+def test_runs_that_ended_in_other_ways_are_listed(
+    data: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SHORT, "--data", str(data), "--out", "runs/good"]) == 0
+    rate = "train.learning_rate=1e30"
+    assert main([*SHORT, "--data", str(data), "--out", "runs/bad", rate]) == 2
+    assert "training diverged: " in capsys.readouterr().err
+    for state in ("interrupted", "running"):
+        shutil.copytree("runs/good", f"runs/{state}")
+        RunDir.open(f"runs/{state}").write_status(state, step=2, num_steps=4, loss=1.0)
+    assert main(["runs"]) == 0
+    listed = capsys.readouterr().out
+    # nobody holds the lock of the one that says it is running: it was killed
+    for name, state in {
+        "good": "finished",
+        "bad": "failed",
+        "interrupted": "interrupted",
+        "running": "stopped",
+    }.items():
+        assert re.search(rf"^runs/{name}\s.* \d/4 +{state} ", listed, re.MULTILINE)
+    assert "runs/bad: training diverged: " in listed

@@ -6,6 +6,7 @@ is a process of its own that can be killed.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from safetensors.numpy import load_file
 
 from depthmix.checkpoint import folder as disk
 from depthmix.data.prepare import prepare
+from depthmix.fields import parse_override
 from depthmix.rundir import RunDir
 
 SERVER = """
@@ -50,6 +52,8 @@ MODEL = (
 )
 # nothing falls on the same steps: what is in the middle of a mean must survive too
 RECIPE = ("train.batch_size=2", "train.log_every=3", "train.val_every=7", "train.val_tokens=64")
+
+FIELDS: dict[str, Any] = dict(parse_override(arg) for arg in (*MODEL, *RECIPE) if "=" in arg)
 
 # what depends on the clock or the machine
 MEASURED = {
@@ -92,6 +96,9 @@ def read_result(run: Path) -> dict[str, Any]:
     assert len(tensors) > 20
     state = {name: value for name, value in disk.read_state(last).items() if name != "config"}
     assert {"rng", "loader", "val", "meter"} <= state.keys()
+    for rng in state["rng"]:
+        # checks of types at run time draw from Python's own; the training does not
+        del rng["python"]
     return {**tensors, "state": state, "loss": status["loss"], "metrics": read_metrics(run)}
 
 
@@ -132,6 +139,7 @@ class Server:
         )
 
     def start(self, *args: object, limit_bytes: int = 0) -> None:
+        self.stop()
         files = {name: str(self.folder / name) for name in ("out", "err")}
         order = {**files, "args": [str(arg) for arg in args], "limit_bytes": limit_bytes}
         assert self.server.stdin is not None
@@ -139,11 +147,19 @@ class Server:
         self.process_id = int(self._read_line())
 
     def send(self, number: int) -> None:
+        # a process 0 would be all of this group's
+        assert self.process_id
         with suppress(ProcessLookupError):
             os.kill(self.process_id, number)
 
+    def stop(self) -> None:
+        """End what a failed test has left."""
+        if self.process_id:
+            self.send(signal.SIGKILL)
+            self.wait()
+
     def wait(self) -> Ended:
-        code = int(self._read_line())
+        code, self.process_id = int(self._read_line()), 0
         return Ended(code, *((self.folder / name).read_text() for name in ("out", "err")))
 
     def run(self, *args: object, limit_bytes: int = 0) -> Ended:
@@ -152,6 +168,7 @@ class Server:
 
     def is_alive(self) -> bool:
         # its parent waits for it, so it is no zombie for long
+        assert self.process_id
         try:
             os.kill(self.process_id, 0)
         except ProcessLookupError:
@@ -159,6 +176,7 @@ class Server:
         return True
 
     def close(self) -> None:
+        self.stop()
         with self.server:
             assert self.server.stdin is not None
             self.server.stdin.close()

@@ -23,7 +23,7 @@ from depthmix.train import launch as launching
 from depthmix.train.launch import Plan, check_memory, launch
 from depthmix.train.loop import Outcome, Trainer
 from depthmix.train.parallel import World
-from tiny_runs import MODEL, RECIPE, flip_byte, read_result, read_tree, write_data
+from tiny_runs import FIELDS, flip_byte, read_result, read_tree, write_data
 
 
 @pytest.fixture(scope="session")
@@ -49,8 +49,7 @@ def stopped(half: Path, tmp_path: Path) -> Path:
 
 
 def make_run(**overrides: Any) -> RunConfig:
-    given = dict(field.split("=") for field in (*MODEL, *RECIPE) if "=" in field)
-    given |= {"train.tensorboard": "false", "train.steps": "10"}
+    given = {**FIELDS, "train.tensorboard": False, "train.steps": 10}
     for name, value in overrides.items():
         given[name if name == "vocab_size" else f"train.{name}"] = value
     return RunConfig.from_overrides(load_preset("tiny"), given)
@@ -216,7 +215,13 @@ def test_a_resumed_run_tells_its_starts(stopped: Path) -> None:
     assert read_tree(stopped) == before
 
 
-def test_a_run_that_never_began(stopped: Path) -> None:
+def test_damaged_files_of_a_run(half: Path, stopped: Path) -> None:
+    # all that it says is found out again
+    (stopped / "status.json").write_text("{")
+    assert say(Plan(resume=stopped))[0][0].state == "finished"
+    for text in ("", "[train]", "[model]\nwidth = 16", "[model"):
+        (stopped / "config.toml").write_text(text)
+        refuse(Plan(resume=stopped), r"config\.toml' is damaged")
     (stopped / "provenance.json").unlink()
     refuse(Plan(resume=stopped), "was stopped before it began: remove it")
 

@@ -21,7 +21,7 @@ from depthmix.train.loop import Outcome, Trainer
 from depthmix.train.meter import Meter
 from depthmix.train.parallel import World
 from depthmix.train.step import StepLoss
-from tiny_runs import MODEL, RECIPE, flip_byte, read_metrics, read_result, write_data
+from tiny_runs import FIELDS, flip_byte, read_metrics, read_result, write_data
 
 WORLD = World(0, 1, torch.device("cpu"))
 
@@ -32,8 +32,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_run(**recipe: Any) -> RunConfig:
-    given = dict(field.split("=") for field in (*MODEL, *RECIPE) if "=" in field)
-    given |= {"train.tensorboard": "false", "train.steps": "10"}
+    given = {**FIELDS, "train.tensorboard": False, "train.steps": 10}
     given |= {f"train.{name}": value for name, value in recipe.items()}
     return RunConfig.from_overrides(load_preset("tiny"), given)
 

@@ -1,6 +1,7 @@
 """Verbs about data and runs."""
 
 import os
+import shlex
 import signal
 import sys
 from contextlib import suppress
@@ -65,6 +66,7 @@ def prepare(
 
     from depthmix.data.prepare import prepare as prepare_data
     from depthmix.data.progress import show_progress
+    from depthmix.describe import format_number
 
     console = Console()
     with show_progress(console) as report:
@@ -83,11 +85,12 @@ def prepare(
             progress=report,
         )
     parts = [
-        f"{name}: {split.num_tokens / 1e6:.2f} M tokens in {split.num_documents} documents"
+        f"{name}: {format_number(split.num_tokens)} tokens, documents: {split.num_documents}"
         for name, split in manifest.splits.items()
     ]
-    console.print(f"{out}: {', '.join(parts)}", highlight=False, soft_wrap=True)
-    console.print(f"depthmix train --data {out}", highlight=False, soft_wrap=True)
+    next_command = f"depthmix train --data {shlex.quote(str(out))}"
+    for line in (f"{out}: {'; '.join(parts)}", f"next: {next_command}"):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command(cls=RunFieldsCommand, context_settings=FIELDS_ALLOWED)

@@ -227,5 +227,6 @@ def _check_options(
             f"val_fraction = {val_fraction} must lie in [0, 1): 0.02 keeps one document in fifty "
             f"for validation"
         )
-    if shard_tokens < 1 or (num_workers is not None and num_workers < 1):
-        raise ValueError("shard_tokens and num_workers must be at least 1")
+    for name, value in (("shard_tokens", shard_tokens), ("num_workers", num_workers)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} = {value} must be at least 1")

@@ -98,8 +98,14 @@ def _resume(
     starts = folder.read_json("provenance.json").get("starts", [])
     if not starts:
         raise ValueError(f"'{path}' was stopped before it began: remove it, and start it anew")
-    run = RunConfig.from_dict(folder.read_config())
-    status, num_steps = folder.read_json("status.json"), flops.count_steps(run)
+    config = folder.read_config()
+    if not config.keys() >= {"model", "train"}:
+        raise ValueError(f"'{path / 'config.toml'}' is damaged: put back a copy of it")
+    run = RunConfig.from_dict(config)
+    status, num_steps = {}, flops.count_steps(run)
+    # only to say that there is nothing to do
+    with suppress(ValueError):
+        status = folder.read_json("status.json")
     if status.get("state") == "finished" and status["step"] >= num_steps:
         _say(console, f"{path} is finished, all its {num_steps} steps: there is nothing left to do")
         return Outcome("finished", status["step"], num_steps, {}, None), folder
@@ -146,7 +152,7 @@ def _train(trainer: Trainer, console: Console) -> Outcome:
         _write_end(trainer, "failed", f"{kind}{error}")
         raise
     if outcome.state == "finished":
-        _say(console, f"finished{_tell_val(outcome.val)}: {path}")
+        _say(console, f"finished{outcome.tell_val()}: {path}")
     elif trainer.world.is_first:
         with suppress(*READER_GONE):
             told = f"stopped at step {outcome.step} of {outcome.num_steps}, saved; {go_on}"
@@ -280,12 +286,6 @@ def _say_start(console: Console, trainer: Trainer) -> None:
         )
     if trainer.val_loader is None:
         _say(console, "the validation split is too short for one sequence: no validation")
-
-
-def _tell_val(val: dict[str, Any]) -> str:
-    names = {"loss": "", "loss_topk": " (top-k)", "loss_causal": " (causal)"}
-    losses = [f"{val[name]:.3f}{told}" for name, told in names.items() if name in val]
-    return f", validation loss {', '.join(losses)}" if losses else ""
 
 
 def _write_end(trainer: Trainer, state: State, reason: str) -> None:

@@ -33,8 +33,7 @@ BAR_WIDTH = 24
 # the speed is that between so many refreshes: fewer, and one evaluation would change the outlook
 NUM_MARKS = 200
 
-# who reads may go, as `| tee` does at Ctrl-C, or a terminal, and must not end the training; the
-# second is rich's answer to a closed pipe
+# who reads may go, as `| tee` does at Ctrl-C: no reason to end; rich answers by the second
 READER_GONE = (OSError, SystemExit)
 
 Clock = Callable[[], float]
@@ -77,8 +76,7 @@ class Logger:
         self._started_at = self.clock()
         if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(console=self.console, auto_refresh=False)
-            with suppress(*READER_GONE):
-                self._live.start()
+            self._live.start()
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -221,7 +219,9 @@ class SilentLogger:
     def log(self, record: Mapping[str, Any]) -> None:
         """Nothing."""
 
-    def histogram(self, name: str, values: Any, step: int) -> None:
+    def histogram(
+        self, name: str, values: Tensor | np.ndarray | Sequence[float], step: int
+    ) -> None:
         """Nothing."""
 
     def show(self, step: int, fields: Mapping[str, Any]) -> None:

@@ -49,6 +49,12 @@ class Outcome(NamedTuple):
     signal: int | None
     """What interrupted it."""
 
+    def tell_val(self) -> str:
+        """The last validation as a part of a sentence; empty where there was none."""
+        names = {"loss": "", "loss_topk": " (top-k)", "loss_causal": " (causal)"}
+        losses = [f"{self.val[name]:.3f}{told}" for name, told in names.items() if name in self.val]
+        return f", validation loss {', '.join(losses)}" if losses else ""
+
 
 class Trainer:
     """A model, its optimisers and its data, ready to step once it has a folder."""
