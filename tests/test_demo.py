@@ -47,7 +47,10 @@ def test_demo_compares_at_equal_compute(model: Path, data: Path, tmp_path: Path)
     assert routed.last["tokens"] > dense.last["tokens"]
     printed = file.getvalue()
     for run in result:
-        assert run.curve[0][1] > run.curve[-1][1]
+        first, last = run.curve[0][1], run.curve[-1][1]
+        assert first is not None
+        assert last is not None
+        assert first > last
         assert run.curve[-1] == (run.last["flops"], run.last["loss"])
     losses = rf"{dense.val['loss']:.3f} +{routed.val['loss_topk']:.3f}"
     assert re.search(rf"validation loss +{losses}", printed)

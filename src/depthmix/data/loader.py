@@ -135,7 +135,8 @@ class Loader:
         ids = self.split.gather(self.split.document_starts[order[document]] + inside)
         # a token is where the next one is: the end token of one document opens the other
         documents = (document[:, 1:] - document[:, 1:2]).astype(np.int32)
-        return Batch(*map(np.ascontiguousarray, (ids[:, :-1], ids[:, 1:])), documents)
+        tokens, targets = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
+        return Batch(tokens, targets, documents)
 
     def _find_epoch(self, number: int) -> Epoch:
         if number not in self._epochs:
