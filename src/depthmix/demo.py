@@ -31,7 +31,7 @@ class Trained(NamedTuple):
 
     name: str
     folder: RunDir
-    curve: list[tuple[float, float | None]]
+    curve: list[tuple[int | float, float | None]]
     """(FLOPs, training loss)."""
     last: dict[str, Any]
     """The last line of training metrics."""
@@ -116,7 +116,7 @@ def print_result(console: Console, dense: Trained, routed: Trained) -> None:
     for run in (dense, routed):
         table.add_column(run.name, justify="right", overflow="fold")
 
-    def add(label: str, pattern: str, *values: float | None) -> None:
+    def add(label: str, pattern: str, *values: int | float | None) -> None:
         told = ["" if value is None else pattern.format(value) for value in values]
         table.add_row(label, *told)
 

@@ -8,7 +8,7 @@ import pytest
 
 from depthmix.train.interrupt import Interrupt
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
@@ -71,3 +71,12 @@ def test_handlers_come_back(fails: bool) -> None:
     assert [signal.getsignal(number) for number in SIGNALS] == before
     with pytest.raises(AssertionError, match="SIGTERM went past"):
         signal.raise_signal(signal.SIGTERM)
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """As under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGHUP)
+        assert interrupt.signal is None
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop, which the loop reads between two steps.
+"""Ctrl-C, SIGTERM and a closed terminal as a wish to stop, which the loop reads between two steps.
 
 Knows nothing of what is being stopped.
 """
@@ -16,8 +16,10 @@ class Interrupt:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interrupt":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._receive)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # what is ignored stays so: nohup means that a closed terminal is none of our business
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
