@@ -45,11 +45,12 @@ format: $(STAMP) ## format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 
 # Runs where nothing can be installed: the environment's Python if there is one, else plain python3,
-# and only the files with GPU tests, so that tools the others need may be absent.
+# and only the files with GPU tests, so that tools the others need may be absent. Warnings are only
+# told: that machine's torch may be another release, with warnings of its own.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
 test-gpu: ## run the GPU tests (needs a CUDA device, torch and pytest; installs nothing)
 	@$(GPU_PYTHON) -c 'import torch; torch.cuda.is_available() or exit("no CUDA device is visible to torch")'
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -W default -m gpu $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
 coverage: test ## run the tests, then write the whole package's coverage to htmlcov/
 	$(BIN)/coverage report
