@@ -51,7 +51,9 @@ def prepare(
     end_token: Annotated[
         int | None, typer.Option(help="Id that ends a document, where it cannot be found.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Threads; one for each core if empty.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Threads; one for each core if empty.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Decides which documents are for validation.")] = 0,
 ) -> None:
     """Tokenise text into a folder that training reads.
