@@ -174,13 +174,14 @@ def test_an_estimate_adds_up() -> None:
     tokens, vocabulary, width = 8 * 2048, BILLION.vocab_size, BILLION.width
     assert memory.loss == 2 * 8192 * vocabulary + 4 * vocabulary * width + 2 * tokens * width
     assert (found.checkpoint_bytes, found.disk_bytes) == (12 * total, 5 * 12 * total)
-    assert found.host_bytes == 8 * 4 * total
-    assert found.start_bytes == 4 * total + memory.parameters
+    # on few GPUs a checkpoint's copies count, on many the largest matrix while it is drawn
+    assert found.host_bytes == 8 * 4 * BILLION.vocab_size * BILLION.width
+    few = estimate_run(run, Cluster(8))
+    assert few.host_bytes == 8 * 3 * few.memory.parameters
     step = flops.training_flops(BILLION, batch_size=512, causal_half=True)
     assert found.compute_seconds == pytest.approx(step / 64 / 1e14)
-    needed = max(memory.total, found.start_bytes)
-    assert found.fits(needed / 0.9 + 1)
-    assert not found.fits(needed / 0.9 - 1)
+    assert found.fits(memory.total / 0.9 + 1)
+    assert not found.fits(memory.total / 0.9 - 1)
     tree = found.to_dict()
     assert tree["memory"]["total"] == memory.total
     assert tree["traffic"]["all_gather_bytes"] == found.traffic.all_gather_bytes
@@ -201,7 +202,7 @@ def test_one_gpu_shares_nothing() -> None:
     found = estimate_run(make_run(**{"train.shard_size": 8}), Cluster(1))
     total = flops.num_parameters(BILLION).total
     assert found.shard_size == 1
-    assert found.memory.parameters == found.start_bytes == 4 * total
+    assert found.memory.parameters == 4 * total
     assert found.memory.gathered == 2 * total
     assert found.traffic == (0, 0, 0, 0)
     assert found.padding == 0

@@ -12,14 +12,15 @@ from depthmix.nn.block import Block
 from depthmix.recipe import Recipe
 from depthmix.train.parallel import (
     World,
+    allocate,
     checkpoint_activations,
     choose_shard_dim,
     make_mesh,
     open_world,
     resolve_precision,
 )
-from depthmix.train.step import compute_loss
-from variants import NAMES, gradients_of, make_model, make_tokens
+from depthmix.train.step import Root, compute_loss
+from variants import NAMES, gradients_of, make_config, make_model, make_tokens
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -186,3 +187,26 @@ def test_recomputed_blocks_keep_less() -> None:
             model(make_tokens(model.config, 4, 64))
         kept.append(sum(sizes.values()))
     assert kept[1] < kept[0] / 3
+
+
+def test_first_weights_depend_on_the_seed_alone() -> None:
+    made = []
+    for seed in (3, 3, 4):
+        # whatever was drawn before
+        torch.randn(7)
+        with torch.device("meta"):
+            model = Transformer(make_config("mode_staged"))
+        allocate(Root(model), torch.device("cpu"), seed)
+        made.append(model)
+    assert made[0].head.weight is made[0].embedding.weight
+    assert not any(p.is_meta for p in made[0].parameters())
+    weights = [torch.cat([p.detach().flatten() for p in m.parameters()]) for m in made]
+    assert weights[0].isfinite().all()
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    truth = Transformer(make_config("mode_staged"))
+    torch.manual_seed(3)
+    truth.init_weights()
+    for ours, expected in zip(made[0].parameters(), truth.parameters(), strict=True):
+        assert torch.equal(ours, expected)
+    assert torch.equal(made[0].phase_table, truth.phase_table)

@@ -156,7 +156,6 @@ def list_rows(estimate: "Estimate") -> dict[str, str]:
         f"  {'without' if recomputes else 'with'} checkpointing": format_bytes(
             memory.total - memory.activations + other
         ),
-        "  at the start": format_bytes(estimate.start_bytes),
         "host memory of a node": format_bytes(estimate.host_bytes),
         "a checkpoint": format_bytes(estimate.checkpoint_bytes),
         "  all that are kept": format_bytes(estimate.disk_bytes),

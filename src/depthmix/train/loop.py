@@ -73,10 +73,8 @@ class Trainer:
         self.loader = Loader(corpus.split("train"), **shape)
         self.val_loader = _make_val_loader(corpus, shape)
 
-        # the same weights on every process, whatever their number; then a stream for each
-        torch.manual_seed(recipe.seed)
-        self.model = Transformer(run.model).to(device)
-        seed_rng(recipe.seed, world.rank, 0)
+        with torch.device("meta"):
+            self.model = Transformer(run.model)
         self.root = Root(self.model)
         self.precision = parallel.resolve_precision(recipe, device)
         compiled = device.type == "cuda" if recipe.compile is None else recipe.compile
@@ -87,6 +85,9 @@ class Trainer:
                 parallel.compile_layers(self.model)
             mesh = parallel.make_mesh(world.size, device.type, recipe.shard_size)
             parallel.shard_model(self.root, mesh, self.precision)
+        parallel.allocate(self.root, device, recipe.seed)
+        # the same weights on every process, and from here on a stream of random numbers for each
+        seed_rng(recipe.seed, world.rank, 0)
         graph = recipe.cuda_graph
         if graph is None:
             alone = device.type == "cuda" and world.size == 1

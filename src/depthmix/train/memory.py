@@ -90,10 +90,8 @@ class Estimate(NamedTuple):
     """`memory.activations` without activation checkpointing."""
     activations_recomputed: int
     """The same with it."""
-    start_bytes: int
-    """On one GPU at the start: the whole model in float32, and the first shards of it."""
     host_bytes: int
-    """On one node: every rank's whole model at the start, or later its copy for a checkpoint."""
+    """On one node: the ranks' copies for a checkpoint, or at the start one matrix of each."""
     checkpoint_bytes: int
     """One checkpoint on disk."""
     disk_bytes: int
@@ -104,8 +102,8 @@ class Estimate(NamedTuple):
     """What padding adds to the shards, as a share."""
 
     def fits(self, gpu_bytes: float) -> bool:
-        """Whether a GPU of so much memory would do, at the start and later."""
-        return max(self.memory.total, self.start_bytes) <= USABLE * gpu_bytes
+        """Whether a GPU of so much memory would do."""
+        return self.memory.total <= USABLE * gpu_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data with raw numbers."""
@@ -150,8 +148,7 @@ def estimate_run(run: RunConfig, cluster: Cluster) -> Estimate:
         ),
         activations_kept=kept,
         activations_recomputed=recomputed,
-        start_bytes=FLOAT32 * (num_parameters + (local if num_gpus > 1 else 0)),
-        host_bytes=on_node * max(FLOAT32 * num_parameters, STATE_BYTES * local),
+        host_bytes=on_node * max(STATE_BYTES * local, FLOAT32 * config.vocab_size * config.width),
         checkpoint_bytes=STATE_BYTES * num_parameters,
         disk_bytes=STATE_BYTES * num_parameters * (recipe.keep_checkpoints + 2),
         traffic=count_traffic(groups, size, recipe, cluster),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from depthmix.nn import Transformer
 from depthmix.nn.router import Router
@@ -116,6 +117,43 @@ def shard_model(root: nn.Module, mesh: Any, precision: torch.dtype | None) -> No
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, shard_placement_fn=place)
     fully_shard(root, mesh=mesh, mp_policy=policy, shard_placement_fn=place)
+
+
+def allocate(root: nn.Module, device: torch.device, seed: int) -> None:
+    """Give a model that was made on the meta device its memory and its first weights.
+
+    They depend on the seed alone, not on how many processes share them: each draws whole matrices
+    on its CPU, one at a time, and keeps its part.
+    """
+    model = root.model
+    assert isinstance(model, Transformer)
+    sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    root.to_empty(device=device if sharded else torch.device("cpu"))
+    torch.manual_seed(seed)
+    with _DrawWhole():
+        model.init_weights()
+    root.to(device)
+
+
+class _DrawWhole(TorchFunctionMode):
+    """Random values of a sharded tensor are those that the whole one would have."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensor: Any = kwargs.get("tensor")
+        if func is nn.init.normal_ and hasattr(tensor, "full_tensor"):
+            from torch.distributed.tensor import distribute_tensor
+
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+            options: dict[str, Any] = {n: v for n, v in kwargs.items() if n != "tensor"}
+            func(whole, **options)
+            # every process has drawn the same, so nothing is sent
+            mesh, placements = tensor.device_mesh, tensor.placements
+            part = distribute_tensor(whole.to(tensor.device), mesh, placements, src_data_rank=None)
+            return tensor.copy_(part)
+        return func(*args, **kwargs)
 
 
 def choose_shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
