@@ -307,14 +307,14 @@ def test_an_error_of_one_rank_ends_the_other(pair: Pair) -> None:
 # torch's tracing looks at what enters a layer
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.compile
-def test_every_layer_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layer_is_compiled_once() -> None:
     # more layers of different capacities than torch compiles one piece of code for
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     model = make_model(make_config("mod_linear", num_layers=10), dtype=torch.float32)
     counter, tokens = CompileCounter(), make_tokens(model.config, 2, 16)
     torch._dynamo.reset()
-    compile_layers(model, counter)
-    model(tokens).logits.sum().backward()
-    assert counter.frame_count == 10
-    model(tokens).logits.sum().backward()
-    assert counter.frame_count == 10
+    with torch._dynamo.config.patch(recompile_limit=8):
+        compile_layers(model, counter)
+        model(tokens).logits.sum().backward()
+        assert counter.frame_count == 10
+        model(tokens).logits.sum().backward()
+        assert counter.frame_count == 10
