@@ -95,6 +95,20 @@ class Recipe:
         if problem is not None:
             raise ValueError(problem)
 
+    def check_sharing(self, size: int, noun: str = "processes") -> None:
+        """Refuse what cannot be trained by so many processes, or GPUs as a plan calls them."""
+        if self.optimizer == "muon" and size > 1:
+            raise ValueError(
+                f"torch's Muon cannot update sharded matrices: use train.optimizer=adamw on "
+                f"several {noun}"
+            )
+        if self.batch_size % (size * self.accumulate):
+            micro = f" x train.accumulate={self.accumulate}" if self.accumulate > 1 else ""
+            raise ValueError(
+                f"train.batch_size = {self.batch_size} cannot be shared by {size} {noun}{micro}: "
+                f"give a multiple of {size * self.accumulate}"
+            )
+
     def rate_at(self, step: int, num_steps: int) -> float:
         """Learning rate of a step, as a share of the highest; a decay ends at final_rate."""
         num_warmup = _round_up(self.warmup * num_steps)
@@ -139,12 +153,16 @@ class RunConfig:
         """Tokens in a batch."""
         return self.train.batch_size * self.seq_len
 
+    @property
+    def num_val_batches(self) -> int:
+        """Batches of a validation, where the split has so many."""
+        return max(1, self.train.val_tokens // self.tokens_per_step)
+
     def space_validations(self, num_steps: int) -> int:
         """Steps between two validations."""
         if self.train.val_every is not None:
             return self.train.val_every
-        num_batches = max(1, self.train.val_tokens // self.tokens_per_step)
-        return max(math.ceil(num_steps / 20), 10 * num_batches)
+        return max(math.ceil(num_steps / 20), 10 * self.num_val_batches)
 
     @staticmethod
     def from_overrides(model: ModelConfig, overrides: Mapping[str, Any]) -> "RunConfig":

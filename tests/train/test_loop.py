@@ -242,3 +242,8 @@ def test_muon_is_for_one_process(data: Path) -> None:
     several = World(0, 2, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"train\.optimizer=adamw on several processes"):
         Trainer(make_run(optimizer="muon"), Corpus.open(data), several)
+    shared = r"6 cannot be shared by 2 processes x train\.accumulate=2: give a multiple of 4"
+    with pytest.raises(ValueError, match=shared):
+        Trainer(make_run(batch_size=6, accumulate=2), Corpus.open(data), several)
+    with pytest.raises(ValueError, match=r"train\.cuda_graph = true needs a GPU"):
+        Trainer(make_run(cuda_graph=True), Corpus.open(data), WORLD)

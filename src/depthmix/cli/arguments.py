@@ -45,19 +45,18 @@ class PlainCommand(TyperCommand):
 class FieldsCommand(PlainCommand):
     """A command whose help ends with every field of a model."""
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """List the fields, read from the configuration's own docstrings."""
-        with formatter.section("Fields, to be written as FIELD=VALUE"):
-            formatter.write_dl(list(list_fields(train=False).items()))
-
-
-class RunFieldsCommand(PlainCommand):
-    """A command whose help ends with every field of a model and of a recipe."""
+    train = False
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """List the fields, read from the configurations' own docstrings."""
         with formatter.section("Fields, to be written as FIELD=VALUE"):
-            formatter.write_dl(list(list_fields(train=True).items()))
+            formatter.write_dl(list(list_fields(train=self.train).items()))
+
+
+class RunFieldsCommand(FieldsCommand):
+    """A command whose help ends with every field of a model and of a recipe."""
+
+    train = True
 
 
 def list_fields(*, train: bool) -> dict[str, str]:

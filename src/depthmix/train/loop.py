@@ -61,11 +61,9 @@ class Trainer:
 
     def __init__(self, run: RunConfig, corpus: Corpus, world: World) -> None:
         recipe, device = run.train, world.device
-        if world.size > 1 and recipe.optimizer == "muon":
-            raise ValueError(
-                "torch's Muon cannot update sharded matrices: use train.optimizer=adamw on several "
-                "processes"
-            )
+        recipe.check_sharing(world.size)
+        if recipe.cuda_graph and device.type != "cuda":
+            raise ValueError("train.cuda_graph = true needs a GPU: leave it out")
         self.run, self.corpus, self.world = run, corpus, world
         self.num_steps = flops.count_steps(run)
         shape: dict[str, Any] = {"seq_len": run.seq_len, "batch_size": recipe.batch_size}
@@ -96,7 +94,6 @@ class Trainer:
         self.step = TrainStep(
             self.model,
             self.optimizers,
-            # sharding casts the weights itself
             precision=self.precision,
             compile=compiled and world.size == 1,
             cuda_graph=graph,
@@ -244,8 +241,9 @@ class Trainer:
         loader = self.val_loader
         assert loader is not None
         loader.position = 0
-        wanted = max(1, self.run.train.val_tokens // self.run.tokens_per_step)
-        for _ in range(min(wanted, max(1, loader.num_rows_per_epoch // loader.batch_size))):
+        for _ in range(
+            min(self.run.num_val_batches, max(1, loader.num_rows_per_epoch // loader.batch_size))
+        ):
             yield self._move(loader.next())
 
     def _save(self, step: int, loader: dict[str, Any]) -> None:

@@ -158,20 +158,10 @@ def estimate_run(run: RunConfig, cluster: Cluster) -> Estimate:
 
 
 def _check(recipe: Recipe, cluster: Cluster) -> None:
-    num_gpus, accumulate = cluster.num_gpus, recipe.accumulate
     for name, value in cluster._asdict().items():
         if not 0 < value < math.inf:
             raise ValueError(f"{name.replace('_', ' ')} = {value} must be greater than 0")
-    if recipe.optimizer == "muon" and num_gpus > 1:
-        raise ValueError(
-            "torch's Muon cannot update sharded matrices: use train.optimizer=adamw on several GPUs"
-        )
-    if recipe.batch_size % (num_gpus * accumulate):
-        parts = f"{num_gpus} GPUs" + (f" x train.accumulate={accumulate}" if accumulate > 1 else "")
-        raise ValueError(
-            f"train.batch_size = {recipe.batch_size} cannot be shared by {parts}: give a multiple "
-            f"of {num_gpus * accumulate}"
-        )
+    recipe.check_sharing(cluster.num_gpus, "GPUs")
 
 
 def _find_shard_size(recipe: Recipe, num_gpus: int) -> int:

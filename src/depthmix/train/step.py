@@ -115,7 +115,7 @@ class TrainStep:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return StepLoss(result.total.detach(), result.routing, norm)
+        return StepLoss(result.total, result.routing, norm)
 
     def _accumulate(self, *inputs: Tensor | None) -> StepLoss:
         device = self.model.embedding.weight.device.type
