@@ -63,7 +63,7 @@ def time_bare(run: RunConfig, device: str, num_steps: int) -> float:
 def time_loop(preset: str, args: argparse.Namespace, device: str) -> dict:
     """What `depthmix train` says about itself."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
+        out = (args.runs or Path(folder)) / preset
         command = [sys.executable, "-m", "depthmix", "train", "--preset", preset, "--out", str(out)]
         command += ["--steps", str(args.steps), "--device", device, *args.fields]
         command += ["--data", str(args.data)] if args.data else []
@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a prepared folder")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--cpu", action="store_true", help="run on the CPU")
+    parser.add_argument("--runs", type=Path, help="keep the two runs in this folder")
     parser.add_argument("--json", type=Path, help="also write the measurements here")
     parser.add_argument("fields", nargs="*", help="FIELD=VALUE for both")
     args = parser.parse_args()

@@ -1,5 +1,7 @@
 """Cached decoding equals the full forward pass: any chunking, ragged rows, padding on any side."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthmix.nn import Cache, Transformer
+from depthmix.nn.block import Block
+from depthmix.nn.router import Predictor
 from variants import causal_cases, make_config, make_model, make_tokens, pad_rows
 
 CASES = causal_cases()
@@ -148,3 +152,39 @@ def test_bf16_cache_is_close() -> None:
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=0, atol=0.2)
     assert not torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("name", "selector"), CASES)
+def test_static_shapes_give_the_same(name: str, selector: str | None) -> None:
+    """What a GPU replays: every token has a place in every block, whoever is kept."""
+    model = make_model(name)
+    rows = [make_tokens(model.config, n, seed=b) for b, n in enumerate((6, 6))]
+    found = []
+    for compact in (True, False):
+        cache = Cache(model.config, 2, 8, dtype=torch.float64, compact=compact)
+        tokens = torch.stack(rows)
+        parts = [model(tokens[:, s], selector=selector, cache=cache) for s in (slice(0, 5), [5])]
+        found.append(torch.cat([part.logits for part in parts], dim=1))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["mod", "mod_kv", "early_exit", "mode_staged"])
+def test_a_block_that_nobody_enters_does_not_run(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(name)
+    for module in model.modules():
+        if isinstance(module, Predictor) and module.w_out.weight.shape[0] == 1:
+            torch.nn.init.constant_(module.w_out.bias, -1e9)
+    ran = []
+    plain = Block.forward
+
+    def watch(block: Block, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        ran.append(x.shape[1])
+        return plain(block, x, *args, **kwargs)
+
+    monkeypatch.setattr(Block, "forward", watch)
+    cache = Cache(model.config, 2, 8, dtype=torch.float64)
+    model(make_tokens(model.config, 2, 5), selector="predictor", cache=cache)
+    num_dense = model.config.num_layers - len(model.config.routed_layers)
+    assert ran == [5] * num_dense

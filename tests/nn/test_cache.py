@@ -19,7 +19,7 @@ from variants import make_config
 )
 def test_append_equals_python_lists(chunks: list[list[list[bool]]]) -> None:
     """Each chunk says, for two rows of three tokens, which are real."""
-    layer = LayerCache(2, 12, 2, 4, torch.device("cpu"), torch.float64)
+    layer = LayerCache(2, 12, 2, 4, torch.device("cpu"), torch.float64, compact=True)
     expected: list[list[tuple[float, int]]] = [[], []]
     for number, chunk in enumerate(chunks):
         valid = torch.tensor(chunk)
@@ -41,7 +41,7 @@ def test_append_equals_python_lists(chunks: list[list[list[bool]]]) -> None:
 
 
 def test_append_without_a_mask_stores_every_token() -> None:
-    layer = LayerCache(2, 4, 1, 2, torch.device("cpu"), torch.float32)
+    layer = LayerCache(2, 4, 1, 2, torch.device("cpu"), torch.float32, compact=True)
     key = torch.randn(2, 4, 1, 2)
     # positions may be shared by all rows
     stored = layer.append(key, key, torch.arange(4)[None].expand(2, -1), None)
@@ -51,7 +51,7 @@ def test_append_without_a_mask_stores_every_token() -> None:
 
 
 def test_a_full_row_is_not_overwritten_by_padding() -> None:
-    layer = LayerCache(1, 2, 1, 2, torch.device("cpu"), torch.float32)
+    layer = LayerCache(1, 2, 1, 2, torch.device("cpu"), torch.float32, compact=True)
     key = torch.randn(1, 2, 1, 2)
     layer.append(key, key, torch.tensor([[0, 1]]), None)
     noise = torch.full((1, 3, 1, 2), 9.0)
@@ -61,7 +61,7 @@ def test_a_full_row_is_not_overwritten_by_padding() -> None:
 
 
 def test_unread_slots_are_finite_and_types_are_kept() -> None:
-    layer = LayerCache(1, 5, 1, 2, torch.device("cpu"), torch.bfloat16)
+    layer = LayerCache(1, 5, 1, 2, torch.device("cpu"), torch.bfloat16, compact=True)
     key = torch.randn(1, 2, 1, 2)
     stored = layer.append(key, key, torch.tensor([[0, 1]]), None)
     assert layer.key.dtype == torch.bfloat16

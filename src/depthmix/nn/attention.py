@@ -1,10 +1,11 @@
 """Grouped-query attention by explicit positions.
 
 Owns the mask rules: causal order, document boundaries, empty places; and the one `if cache`.
-Does not know about routing: a gathered sequence is a sequence.
+Does not know about routing: a gathered sequence is a sequence. Nor how a cache stores what it is
+given: it asks it to attend.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from depthmix.config import ModelConfig
 from depthmix.kernels import linear, rotate_heads, rotate_split
-from depthmix.nn.cache import LayerCache
 from depthmix.nn.layers import Linear, RMSNorm
 
 
@@ -53,6 +53,29 @@ class Memory(NamedTuple):
     """Multiplies the values, which puts the choice of tokens on the gradient path."""
 
 
+@runtime_checkable
+class AttentionCache(Protocol):
+    """One layer's past, as attention sees it."""
+
+    compact: bool
+    """Whether only kept tokens are gathered, and a block that nobody enters is not run: it saves
+    their compute, but shapes change from call to call and the host waits to know them."""
+
+    def attend(
+        self,
+        query: Float[Tensor, "B T N H"],
+        key: Float[Tensor, "B S G H"],
+        value: Float[Tensor, "B S G H"],
+        place: Place,
+        source: Place,
+    ) -> Float[Tensor, "B T N H"]:
+        """Store the new keys and values, then attend to all that is stored.
+
+        `place` is the queries', `source` the keys'.
+        """
+        ...
+
+
 class Attention(nn.Module):
     """Queries attend to keys at or before their own position, inside their document."""
 
@@ -75,7 +98,7 @@ class Attention(nn.Module):
         place: Place,
         *,
         memory: Memory | None = None,
-        cache: LayerCache | None = None,
+        cache: AttentionCache | None = None,
     ) -> Float[Tensor, "B T D"]:
         source = place if memory is None else memory.place
         query_BTNH, key_BSGH = self.make_queries_and_keys(x, place, memory)
@@ -85,11 +108,9 @@ class Attention(nn.Module):
         value_BSGH = value.unflatten(-1, (self.num_kv_heads, self.head_width))
 
         if cache is not None:
-            stored = cache.append(key_BSGH, value_BSGH, source.positions, source.valid)
-            key_BSGH, value_BSGH = stored.key, stored.value
-            # a cached row is one document: padding was never stored
-            mask = make_mask(place, stored.positions, None, stored.valid)
-        elif memory is None and place.documents is None:
+            mixed_BTNH = cache.attend(query_BTNH, key_BSGH, value_BSGH, place, source)
+            return self.w_out(mixed_BTNH.flatten(-2))
+        if memory is None and place.documents is None:
             # empty places stand last, so causal order alone hides them
             mask = None
         elif memory is None and self.can_skip_blocks(x):
@@ -100,8 +121,12 @@ class Attention(nn.Module):
         return self.w_out(mixed_BTNH.flatten(-2))
 
     def can_skip_blocks(self, x: Tensor) -> bool:
-        """Whether `flex_attention` can be compiled here: on a GPU, for heads of 16 and more."""
-        return torch.compiler.is_compiling() and x.is_cuda and self.head_width >= 16
+        """Whether `flex_attention` can be compiled here: on a GPU, for heads of 16 and more.
+
+        Below 128 queries torch takes its kernel for decoding, which cannot be compiled for these.
+        """
+        can_compile = torch.compiler.is_compiling() and x.is_cuda
+        return can_compile and self.head_width >= 16 and x.shape[1] >= 128
 
     def make_queries_and_keys(
         self, x: Float[Tensor, "B T D"], place: Place, memory: Memory | None

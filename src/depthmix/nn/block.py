@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthmix.config import ModelConfig
-from depthmix.nn.attention import Attention, Memory, Place
-from depthmix.nn.cache import LayerCache
+from depthmix.nn.attention import Attention, AttentionCache, Memory, Place
 from depthmix.nn.experts import ExpertRouting, Experts
 from depthmix.nn.layers import MLP, RMSNorm
 
@@ -42,7 +41,7 @@ class Block(nn.Module):
         *,
         selector: str | None = None,
         memory: Memory | None = None,
-        cache: LayerCache | None = None,
+        cache: AttentionCache | None = None,
     ) -> Update:
         if memory is not None:
             memory = Memory(self.norm_attention(memory.x), memory.place, memory.weight)
@@ -50,7 +49,11 @@ class Block(nn.Module):
         x_BTD = self.norm_mlp(x + mixed_BTD)
         if isinstance(self.mlp, Experts):
             out_BTD, expert_routing = self.mlp(
-                x_BTD, place.valid, selector, decoding=cache is not None
+                x_BTD,
+                place.valid,
+                selector,
+                decoding=cache is not None,
+                compact=cache is not None and cache.compact,
             )
             return Update(mixed_BTD + out_BTD, expert_routing)
         return Update(mixed_BTD + self.mlp(x_BTD), None)

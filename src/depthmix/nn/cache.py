@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from depthmix.config import ModelConfig
+from depthmix.nn.attention import Place, attend, make_mask
 
 
 class Stored(NamedTuple):
@@ -33,7 +34,10 @@ class LayerCache:
         head_width: int,
         device: torch.device,
         dtype: torch.dtype,
+        *,
+        compact: bool,
     ) -> None:
+        self.compact = compact
         # one slot more than is ever read: what has no place is written there
         shape = (batch_size, num_slots + 1, num_kv_heads, head_width)
         # zeros, because attention multiplies unread slots by a weight of zero
@@ -69,6 +73,19 @@ class LayerCache:
             valid=slot_S < self.lengths[:, None],
         )
 
+    def attend(
+        self,
+        query: Float[Tensor, "B T N H"],
+        key: Float[Tensor, "B S G H"],
+        value: Float[Tensor, "B S G H"],
+        place: Place,
+        source: Place,
+    ) -> Float[Tensor, "B T N H"]:
+        """Store, then attend to all that is stored; a row is one document."""
+        stored = self.append(key, value, source.positions, source.valid)
+        mask = make_mask(place, stored.positions, None, stored.valid)
+        return attend(query, stored.key, stored.value, mask)
+
 
 class Cache:
     """The caches of all layers, and how many tokens each row has seen."""
@@ -81,8 +98,13 @@ class Cache:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        compact: bool | None = None,
     ) -> None:
-        """Room for `num_tokens` tokens in each row, also if a router keeps all of them."""
+        """Room for `num_tokens` tokens in each row, also if a router keeps all of them.
+
+        `compact` computes kept tokens only; False keeps shapes as they are, whoever is kept, and
+        never waits for the device. Unless given, a CPU computes kept tokens only.
+        """
         if num_tokens > config.max_seq_len:
             raise ValueError(
                 f"a cache of {num_tokens} tokens is longer than max_seq_len = "
@@ -95,8 +117,9 @@ class Cache:
         self.seen = torch.zeros(batch_size, device=device, dtype=torch.long)
         kv_heads, head_width = config.shape.num_kv_heads, config.shape.head_width
         device = torch.device(device)
+        compact = device.type == "cpu" if compact is None else compact
         self.layers = [
-            LayerCache(batch_size, num_tokens, kv_heads, head_width, device, dtype)
+            LayerCache(batch_size, num_tokens, kv_heads, head_width, device, dtype, compact=compact)
             for _ in range(config.num_layers)
         ]
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from depthmix.config import RoutingConfig
 from depthmix.kernels import gather_tokens, scatter_add_tokens
 from depthmix.nn import routing as rules
-from depthmix.nn.attention import Memory, Place
+from depthmix.nn.attention import AttentionCache, Memory, Place
 from depthmix.nn.block import Update
-from depthmix.nn.cache import LayerCache
 from depthmix.nn.router import Predictor, Router
 from depthmix.nn.routing import Candidates, Kept, Routing
 
@@ -38,6 +37,7 @@ class Decider(nn.Module):
         selector: str | None = None,
         previous: Routing | None = None,
         decoding: bool = False,
+        compact: bool = False,
     ) -> tuple[Float[Tensor, "B K D"], Float[Tensor, "B T D"], Place, Routing]:
         """The kept tokens, the stream to add to, the tokens' places, and what was decided."""
         # sums over one score, and not views of it: a module that returns a view of its result
@@ -49,7 +49,7 @@ class Decider(nn.Module):
         # decisions are not differentiable: the gate and the losses carry the gradient
         scores_BT = logits_BT.detach()
         foreseen_BT = scores_BT if predicted_BT is None else predicted_BT.detach()
-        kept = self.keep(scores_BT, foreseen_BT, candidates, selector)
+        kept = self.keep(scores_BT, foreseen_BT, candidates, selector, compact=compact)
         target_BT = None
         if not decoding and self.config.has_target:
             topk = kept
@@ -86,16 +86,20 @@ class Decider(nn.Module):
         foreseen: Float[Tensor, "B T"],
         candidates: Candidates,
         selector: str | None,
+        *,
+        compact: bool = False,
     ) -> Kept:
         """The tokens that get a place: by the strategy's own rule, or by a named selector.
 
-        `foreseen` are the predictor's scores, or the router's again where there is none.
+        `foreseen` are the predictor's scores, or the router's again where there is none. `compact`:
+        a causal selector makes only as many places as it fills.
         """
         strategy = self.config.strategy
         if selector == "all":
             return rules.keep_all(scores, candidates)
         if selector in ("predictor", "router"):
-            return rules.causal(foreseen if selector == "predictor" else scores, candidates)
+            scores = foreseen if selector == "predictor" else scores
+            return rules.causal(scores, candidates, compact=compact)
         if strategy == "stochastic":
             return rules.stochastic(scores, self.capacity, candidates)
         if selector == "topk" or strategy in ("expert_choice", "early_exit"):
@@ -125,15 +129,21 @@ class MixtureOfDepths(nn.Module):
         *,
         selector: str | None = None,
         previous: Routing | None = None,
-        cache: LayerCache | None = None,
+        cache: AttentionCache | None = None,
     ) -> tuple[Float[Tensor, "B T D"], Routing, Update]:
         forced_BT = None
         if self.first_tokens:
             forced_BT = (place.positions < self.first_tokens).expand(x.shape[:2])
         candidates = Candidates(present=place.valid, forced=forced_BT)
-        decoding = cache is not None
+        decoding, compact = cache is not None, cache is not None and cache.compact
         x_BKD, x, place_BK, routing = self.decider(
-            x, place, candidates, selector=selector, previous=previous, decoding=decoding
+            x,
+            place,
+            candidates,
+            selector=selector,
+            previous=previous,
+            decoding=decoding,
+            compact=compact,
         )
         memory = None
         if self.kv_decider is not None:
@@ -142,10 +152,15 @@ class MixtureOfDepths(nn.Module):
             forced_BT = queries_BT if forced_BT is None else forced_BT | queries_BT
             candidates = Candidates(present=place.valid, forced=forced_BT)
             x_BMD, x, place_BM, kv_routing = self.kv_decider(
-                x, place, candidates, selector=selector, decoding=decoding
+                x, place, candidates, selector=selector, decoding=decoding, compact=compact
             )
             memory = Memory(x_BMD, place_BM, kv_routing.weight)
             routing = Routing(*routing[:-1], memory=kv_routing)
+        nobody = x_BKD.shape[1] == 0
+        if nobody and (memory is None or memory.x.shape[1] == 0):
+            # the block neither runs nor reads its weights
+            return x, routing, Update(x_BKD, None)
         update = self.block(x_BKD, place_BK, selector=selector, memory=memory, cache=cache)
-        x = scatter_add_tokens(x, update.update, routing.weight, routing.index, routing.slot)
+        if not nobody:
+            x = scatter_add_tokens(x, update.update, routing.weight, routing.index, routing.slot)
         return x, routing, update

@@ -14,7 +14,7 @@ from depthmix.config import ModelConfig, num_kept
 from depthmix.kernels import compute_type, multiply_groups, pack_tokens
 from depthmix.nn.layers import activate, input_width
 from depthmix.nn.router import Predictor, Router
-from depthmix.nn.routing import Candidates, count_share, expert_choice
+from depthmix.nn.routing import Candidates, count_places, count_share, expert_choice
 
 
 class ExpertRouting(NamedTuple):
@@ -71,7 +71,9 @@ class Experts(nn.Module):
         selector: str | None = None,
         *,
         decoding: bool = False,
+        compact: bool = False,
     ) -> tuple[Float[Tensor, "B T D"], ExpertRouting]:
+        compact = compact and not torch.compiler.is_compiling()
         num_experts = self.config.num_experts
         logits_BTC = self.router(x)
         probs_BTC = logits_BTC.softmax(dim=-1)
@@ -79,7 +81,7 @@ class Experts(nn.Module):
         predicted_BTE = None if self.predictor is None else self.predictor(x)
         target_BTE = None
         if self.config.strategy == "token_choice":
-            pairs, chosen_BTC, kept_BTE = self._follow_tokens(probs_BTC, present, selector)
+            pairs, chosen_BTC, kept_BTE = self._follow_tokens(probs_BTC, present, selector, compact)
         else:
             if selector in (None, "topk"):
                 pairs, kept_BTE = self._ask_experts(probs_BTE, present)
@@ -87,7 +89,7 @@ class Experts(nn.Module):
             else:
                 use_router = selector == "router" or predicted_BTE is None
                 scores_BTE = logits_BTC[..., :num_experts] if use_router else predicted_BTE
-                pairs, kept_BTE = self._decide_each(scores_BTE, probs_BTE, present)
+                pairs, kept_BTE = self._decide_each(scores_BTE, probs_BTE, present, compact)
                 if not decoding:
                     _, target_BTE = self._ask_experts(probs_BTE, present)
             chosen_BTC = kept_BTE
@@ -121,11 +123,14 @@ class Experts(nn.Module):
         scores: Float[Tensor, "B T E"],
         probs: Float[Tensor, "B T E"],
         present: Bool[Tensor, "B T"] | None,
+        compact: bool,
     ) -> tuple[Pairs, Bool[Tensor, "B T E"]]:
         """Each expert takes the tokens whose own score for it is positive: the rule of sampling."""
         kept_BTE = scores > 0 if present is None else (scores > 0) & present[:, :, None]
         expert_BTE = torch.arange(scores.shape[2], device=scores.device).expand_as(kept_BTE)
         num_places = scores.shape[1] * scores.shape[2]
+        if compact:
+            num_places = count_places(kept_BTE.flatten(1))
         return _sort_pairs(expert_BTE, probs, kept_BTE, num_places, scores.shape[2]), kept_BTE
 
     def _follow_tokens(
@@ -133,6 +138,7 @@ class Experts(nn.Module):
         probs: Float[Tensor, "B T choices"],
         present: Bool[Tensor, "B T"] | None,
         selector: str | None,
+        compact: bool,
     ) -> tuple[Pairs, Bool[Tensor, "B T choices"], Bool[Tensor, "B T E"]]:
         """Each token takes its own top experts, in order while there are places."""
         config, num_tokens = self.config, probs.shape[1]
@@ -148,12 +154,16 @@ class Experts(nn.Module):
         else:
             # sampling has no limit: one that depends on the length would let the future decide
             num_places = num_tokens * config.per_token
+            if compact:
+                num_places = count_places(wanted_BTn.flatten(1))
         pairs = _sort_pairs(choice_BTn, weight_BTn, wanted_BTn, num_places, config.num_experts)
         blank = torch.zeros_like(probs, dtype=torch.bool)
         kept = blank.scatter(2, choice_BTn, wanted_BTn)[..., : config.num_experts]
         return pairs, blank.scatter(2, choice_BTn, True), kept
 
     def _compute(self, x: Float[Tensor, "B T D"], pairs: Pairs) -> Float[Tensor, "B T D"]:
+        if pairs.token.shape[0] == 0:
+            return torch.zeros_like(x)
         flat, dtype = x.flatten(0, 1), compute_type(x)
         rows_RD = flat[pairs.token].to(dtype)
         hidden_RF = multiply_groups(rows_RD, self.w_in.to(dtype), pairs.ends)

@@ -113,13 +113,17 @@ def token_choice(
     return _pack(kept_BT & (kept_BT.cumsum(dim=1) <= limit), num_kept(capacity, num_tokens))
 
 
-def causal(scores: Float[Tensor, "B T"], candidates: Candidates) -> Kept:
+def causal(scores: Float[Tensor, "B T"], candidates: Candidates, *, compact: bool = False) -> Kept:
     """Keep every token whose own score is positive: the rule of sampling.
 
     There is a place for each token, because a limit that depends on the sequence's length would
-    let the future decide.
+    let the future decide. `compact` counts first, and makes as many places as the fullest row
+    fills: nothing is computed in vain, but the host waits for the count.
     """
-    return _pack(_want(scores, candidates), scores.shape[1])
+    kept_BT, num_places = _want(scores, candidates), scores.shape[1]
+    if compact and not torch.compiler.is_compiling():
+        num_places = count_places(kept_BT)
+    return _pack(kept_BT, num_places)
 
 
 def keep_all(scores: Float[Tensor, "B T"], candidates: Candidates) -> Kept:
@@ -139,6 +143,11 @@ def apply_gate(gate: str, scores: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
         case "unit":
             return torch.ones_like(scores)
     raise ValueError(f"there is no gate '{gate}'")
+
+
+def count_places(kept: Bool[Tensor, "B T"]) -> int:
+    """Places that the fullest row fills; reads the device."""
+    return int(kept.sum(dim=1).max())
 
 
 def _want(scores: Float[Tensor, "B T"], candidates: Candidates) -> Bool[Tensor, "B T"]:

@@ -3,8 +3,8 @@
 Knows nothing of losses or optimisers.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from depthmix.config import ModelConfig
 from depthmix.kernels import compute_type
-from depthmix.nn.attention import Place
+from depthmix.nn.attention import AttentionCache, Place
 from depthmix.nn.block import Block
-from depthmix.nn.cache import Cache
 from depthmix.nn.depth import MixtureOfDepths
 from depthmix.nn.experts import ExpertRouting, Experts
 from depthmix.nn.layers import RMSNorm, look_up_phases, make_phase_table
@@ -40,7 +39,21 @@ class Output(NamedTuple):
     routings: tuple[Routing, ...]
     """One for each routed block, in order."""
     expert_routings: tuple[ExpertRouting, ...] = ()
-    """One for each block with experts, in order."""
+    """One for each block with experts, in order; none for a block that nobody entered."""
+
+
+@runtime_checkable
+class ModelCache(Protocol):
+    """The past of every layer; `Cache` is one, the sampling engine has another."""
+
+    @property
+    def layers(self) -> Sequence[AttentionCache]: ...
+
+    def advance(
+        self, num_rows: int, num_tokens: int, present: Bool[Tensor, "B T"] | None
+    ) -> Int[Tensor, "B T"]:
+        """Positions of the next tokens of each row; padding takes none."""
+        ...
 
 
 class Transformer(nn.Module):
@@ -108,7 +121,7 @@ class Transformer(nn.Module):
         selector: str | None = None,
         positions: Int[Tensor, "B T"] | None = None,
         document_ids: Int[Tensor, "B T"] | None = None,
-        cache: Cache | None = None,
+        cache: ModelCache | None = None,
     ) -> Output:
         """Logits of the next token at each place, and every router's decision.
 
@@ -132,7 +145,7 @@ class Transformer(nn.Module):
         selector: str | None = None,
         positions: Int[Tensor, "B T"] | None = None,
         document_ids: Int[Tensor, "B T"] | None = None,
-        cache: Cache | None = None,
+        cache: ModelCache | None = None,
     ) -> Hidden:
         """`forward` without the head, for a loss that never holds all the logits."""
         self._check(tokens, selector, document_ids, cache)
@@ -165,7 +178,7 @@ class Transformer(nn.Module):
         tokens: Tensor,
         positions: Tensor | None,
         document_ids: Tensor | None,
-        cache: Cache | None,
+        cache: ModelCache | None,
     ) -> Place:
         num_rows, num_tokens = tokens.shape
         present_BT = None if document_ids is None else document_ids >= 0
@@ -187,7 +200,7 @@ class Transformer(nn.Module):
         tokens: Tensor,
         selector: str | None,
         document_ids: Tensor | None,
-        cache: Cache | None,
+        cache: ModelCache | None,
     ) -> None:
         config = self.config
         if tokens.ndim != 2 or tokens.shape[1] == 0:
