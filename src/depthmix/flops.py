@@ -22,6 +22,8 @@ __all__ = [
     "flops_per_token",
     "forward_flops",
     "kv_cache_bytes",
+    "list_blocks",
+    "matrix_sizes",
     "num_parameters",
     "training_flops",
 ]
@@ -108,12 +110,12 @@ def count_parts(
     if the keys without a query lie anywhere.
     """
     num_tokens = _check_seq_len(config, seq_len)
-    sizes = _matrix_sizes(config)
+    sizes = matrix_sizes(config)
     pair_width = config.num_heads * config.shape.head_width
     # weights that are multiplied, each once for a token: two FLOPs a weight
     weights = dict.fromkeys(PARTS, 0)
     scores = 0
-    for block in _list_blocks(config):
+    for block in list_blocks(config):
         kept, offered = block.count_updated(num_tokens), block.count_offered(num_tokens)
         weights["attention_projections"] += kept * (sizes.query + sizes.out)
         weights["attention_projections"] += offered * sizes.key_value
@@ -135,7 +137,7 @@ def count_parts(
 
 def num_parameters(config: ModelConfig) -> Parameters:
     """The model's parameters, counted as `sum(p.numel() for p in model.parameters())` does."""
-    sizes, experts = _matrix_sizes(config), config.experts
+    sizes, experts = matrix_sizes(config), config.experts
     head_norm = config.shape.head_width if config.qk_norm else 0
     # the predictors' last layers have a bias, one number for each score
     decider = sizes.depth_router + sizes.depth_predictor + bool(sizes.depth_predictor)
@@ -143,7 +145,7 @@ def num_parameters(config: ModelConfig) -> Parameters:
     if sizes.expert_predictor:
         expert_decider += experts.num_experts
     total, active = config.width, float(config.width)
-    for block in _list_blocks(config):
+    for block in list_blocks(config):
         # the mixer's input norm and what makes keys and values meet every token that offers them
         offering = sizes.key_value + config.width + head_norm
         updating = sizes.query + sizes.out + config.width + head_norm
@@ -177,12 +179,12 @@ def kv_cache_bytes(
     _check_positive("batch_size", batch_size)
     _check_positive("bytes_per_element", bytes_per_element)
     num_tokens = _check_seq_len(config, seq_len)
-    num_stored = sum(block.count_offered(num_tokens) for block in _list_blocks(config))
+    num_stored = sum(block.count_offered(num_tokens) for block in list_blocks(config))
     per_token = 2 * config.shape.num_kv_heads * config.shape.head_width
     return batch_size * num_stored * per_token * bytes_per_element
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """Number of weights in each matrix, or pair of matrices; 0 where the model has none."""
 
     query: int
@@ -197,13 +199,14 @@ class _Sizes(NamedTuple):
     head: int
 
 
-def _matrix_sizes(config: ModelConfig) -> _Sizes:
+def matrix_sizes(config: ModelConfig) -> Sizes:
+    """The sizes of a configuration's matrices."""
     width, shape, routing, experts = config.width, config.shape, config.routing, config.experts
     # SwiGLU has two input matrices beside the output's, GELU one
     mlp_matrices = 3 if config.mlp == "swiglu" else 2
     query = width * config.num_heads * shape.head_width
     predicts = experts.has_predictor
-    return _Sizes(
+    return Sizes(
         query=query,
         key_value=2 * width * shape.num_kv_heads * shape.head_width,
         out=query,
@@ -217,7 +220,7 @@ def _matrix_sizes(config: ModelConfig) -> _Sizes:
     )
 
 
-class _Block(NamedTuple):
+class BlockShare(NamedTuple):
     """One block: the share of tokens it updates, and of those that offer it keys and values."""
 
     updated: float
@@ -233,17 +236,18 @@ class _Block(NamedTuple):
         return num_kept(self.offered, num_tokens) if self.num_deciders else num_tokens
 
 
-def _list_blocks(config: ModelConfig) -> Iterator[_Block]:
+def list_blocks(config: ModelConfig) -> Iterator[BlockShare]:
+    """The model's blocks, from the first to the last."""
     capacity = dict(zip(config.routed_layers, config.capacities, strict=True))
     expert_layers, kv_capacity = set(config.expert_layers), config.routing.kv_capacity
     for layer in range(config.num_layers):
         has_experts = layer in expert_layers
         if layer not in capacity:
-            yield _Block(1.0, 1.0, 0, has_experts)
+            yield BlockShare(1.0, 1.0, 0, has_experts)
         elif kv_capacity is None:
-            yield _Block(capacity[layer], capacity[layer], 1, has_experts)
+            yield BlockShare(capacity[layer], capacity[layer], 1, has_experts)
         else:
-            yield _Block(capacity[layer], kv_capacity, 2, has_experts)
+            yield BlockShare(capacity[layer], kv_capacity, 2, has_experts)
 
 
 def _count_pairs(config: ModelConfig, num_tokens: int) -> int:
@@ -275,10 +279,7 @@ def _check_positive(name: str, value: int) -> None:
 
 
 def count_steps(run: RunConfig) -> int:
-    """Optimisation steps that a run's budget pays for, rounded down.
-
-    Without a budget, `DEFAULT_STEPS`.
-    """
+    """Optimisation steps that a run's budget pays for; `DEFAULT_STEPS` where it has none."""
     recipe = run.train
     if recipe.steps is not None:
         return recipe.steps

@@ -1,0 +1,8 @@
+"""Sampling: causal decisions, a cache of routed tokens only, and batches that requests share."""
+
+from depthmix.infer.depth import Depth
+from depthmix.infer.engine import Engine
+from depthmix.infer.results import Event, Result, Sample
+from depthmix.infer.sampling import SamplingParams
+
+__all__ = ["Depth", "Engine", "Event", "Result", "Sample", "SamplingParams"]

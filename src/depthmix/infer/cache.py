@@ -1,0 +1,194 @@
+"""Keys and values in pages, and attention over them for a batch of sequences of any lengths.
+
+A page holds some tokens of one layer of one row, so a routed block's cache takes room for its
+routed tokens only. Owns the tensors; who gets which page is `pages`' business.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from depthmix.config import ModelConfig
+from depthmix.infer.pages import Change, Pages
+from depthmix.nn.attention import Place, attend
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of one sequence that a step computes."""
+
+    row: int
+    start: int
+    """Position of the first one."""
+    count: int
+
+
+class LayerUse(NamedTuple):
+    """What one layer did for one span."""
+
+    num_queries: int = 0
+    num_stored: int = 0
+    num_pairs: int = 0
+    """(query, key) pairs that attention looked at."""
+
+
+class PagedCache:
+    """The pages of all rows and layers, and their tables, on the model's device."""
+
+    def __init__(
+        self, config: ModelConfig, pages: Pages, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.pages = pages
+        self.num_layers = config.num_layers
+        num_heads, head_width = config.shape.num_kv_heads, config.shape.head_width
+        if device.type == "cpu":
+            # a head's pages beside each other: gathering them gives attention its own layout
+            shape = (num_heads, pages.num_pages, pages.page_size, head_width)
+            self.key, self.value = (torch.zeros(shape, dtype=dtype) for _ in range(2))
+        else:
+            shape = (pages.num_pages, num_heads, pages.page_size, head_width)
+            self.key, self.value = (
+                torch.zeros(shape, device=device, dtype=dtype).transpose(0, 1) for _ in range(2)
+            )
+        max_pages = -(-config.max_seq_len // pages.page_size)
+        shape = (config.num_layers, pages.num_rows, max_pages)
+        self.tables = torch.zeros(shape, device=device, dtype=torch.int32)
+        self.lengths = torch.zeros(shape[:2], device=device, dtype=torch.int32)
+        """Tokens stored, for steps that never ask the host; true after `send_lengths`."""
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Memory of one page, keys and values."""
+        return 2 * self.key[:, 0].numel() * self.key.element_size()
+
+    def follow(self, changes: Sequence[Change]) -> None:
+        """Bring the device's tables up to date."""
+        if changes:
+            layer, row, index, page = torch.tensor(changes).T.to(self.tables.device)
+            self.tables[layer, row, index] = page.int()
+
+    def send_lengths(self) -> None:
+        """Bring the device's lengths up to date with the books."""
+        self.lengths.copy_(torch.tensor(self.pages.lengths, dtype=torch.int32).T)
+
+    def view(self, spans: Sequence[Span]) -> "StepCache":
+        """The cache as one forward pass over these spans, one after the other, sees it."""
+        return StepCache(self, spans)
+
+
+class StepCache:
+    """One step's cache; afterwards it knows what each layer stored."""
+
+    def __init__(self, cache: PagedCache, spans: Sequence[Span]) -> None:
+        self.spans = spans
+        self.layers = [PagedLayer(cache, index, spans) for index in range(cache.num_layers)]
+        device = cache.tables.device
+        ranges = [torch.arange(s.start, s.start + s.count, device=device) for s in spans]
+        self.positions = torch.cat(ranges)[None]
+
+    def advance(
+        self, num_rows: int, num_tokens: int, present: Bool[Tensor, "B T"] | None
+    ) -> Int[Tensor, "B T"]:
+        """Positions of the spans' tokens, which stand in one row."""
+        assert (num_rows, num_tokens) == self.positions.shape
+        return self.positions
+
+    def document_ids(self) -> Int[Tensor, "1 T"] | None:
+        """Which span each token belongs to; None where there is only one."""
+        if len(self.spans) == 1:
+            return None
+        counts = torch.tensor([span.count for span in self.spans])
+        ids = torch.arange(len(self.spans)).repeat_interleave(counts)
+        return ids[None].to(self.positions.device)
+
+
+class PagedLayer:
+    """One layer's pages for one step."""
+
+    compact = True
+
+    def __init__(self, cache: PagedCache, index: int, spans: Sequence[Span]) -> None:
+        self.cache, self.index, self.spans = cache, index, spans
+        self.uses = [LayerUse()] * len(spans)
+
+    def attend(
+        self,
+        query: Float[Tensor, "B T N H"],
+        key: Float[Tensor, "B S G H"],
+        value: Float[Tensor, "B S G H"],
+        place: Place,
+        source: Place,
+    ) -> Float[Tensor, "B T N H"]:
+        """Store each span's keys and values at its row's end; its queries see them in order."""
+        mixed, own = [], place is source
+        stops = zip(self._count(place), self._count(source), strict=True)
+        query_at = key_at = 0
+        for number, (num_queries, num_keys) in enumerate(stops):
+            here = slice(query_at, query_at + num_queries)
+            new = slice(key_at, key_at + num_keys)
+            query_at, key_at = here.stop, new.stop
+            if num_keys == 0:
+                continue
+            row = self.spans[number].row
+            length = self.cache.pages.lengths[row][self.index]
+            self._write(row, length, key[0, new], value[0, new])
+            if num_queries == 0:
+                self.uses[number] = LayerUse(0, num_keys, 0)
+                continue
+            visible = range(length + 1, length + num_keys + 1)
+            if not own:
+                offered, asking = source.positions[0, new], place.positions[0, here]
+                visible = (torch.searchsorted(offered, asking, right=True) + length).tolist()
+            self.uses[number] = LayerUse(num_queries, num_keys, sum(visible))
+            mixed.append(self._read(row, length + num_keys, query[:, here], visible))
+        if not mixed:
+            # decoupled routing: every token here offers its keys and asks for nothing
+            return query
+        return torch.cat(mixed, dim=1) if len(mixed) != 1 else mixed[0]
+
+    def _count(self, place: Place) -> list[int]:
+        """How many tokens of each span are here."""
+        if place.documents is None:
+            return [place.positions.shape[1]]
+        # documents are numbered from 1, in the spans' order
+        counts = torch.bincount(place.documents[0], minlength=len(self.spans) + 1)
+        return counts.tolist()[1:]
+
+    def _write(
+        self, row: int, length: int, key: Float[Tensor, "S G H"], value: Float[Tensor, "S G H"]
+    ) -> None:
+        cache, size = self.cache, self.cache.pages.page_size
+        for pool, new in ((cache.key, key), (cache.value, value)):
+            if new.shape[0] == 1:
+                page = cache.pages.tables[row][self.index][length // size]
+                pool[:, page, length % size] = new[0]
+                continue
+            slots = torch.arange(length, length + new.shape[0], device=new.device)
+            pages = cache.tables[self.index, row, slots // size].long()
+            pool[:, pages, slots % size] = new.transpose(0, 1).to(pool.dtype)
+
+    def _read(
+        self, row: int, length: int, query: Float[Tensor, "1 T N H"], visible: Iterable[int]
+    ) -> Float[Tensor, "1 T N H"]:
+        """Each query over the first `visible` of the row's `length` keys."""
+        cache = self.cache
+        num_pages = -(-length // cache.pages.page_size)
+        pages = cache.tables[self.index, row, :num_pages]
+        key_1GSH, value_1GSH = (
+            pool.index_select(1, pages).flatten(1, 2)[None, :, :length].to(query.dtype)
+            for pool in (cache.key, cache.value)
+        )
+        mask = None
+        if query.shape[1] > 1 or next(iter(visible)) < length:
+            if isinstance(visible, range) and len(visible) == length:
+                return attend(query, key_1GSH.transpose(1, 2), value_1GSH.transpose(1, 2), None)
+            slots = torch.arange(length, device=query.device)
+            mask = slots < torch.tensor(list(visible), device=query.device)[:, None]
+        grouped = query.shape[2] != key_1GSH.shape[1]
+        mixed_1NTH = F.scaled_dot_product_attention(
+            query.transpose(1, 2), key_1GSH, value_1GSH, attn_mask=mask, enable_gqa=grouped
+        )
+        return mixed_1NTH.transpose(1, 2)

@@ -1,0 +1,183 @@
+"""One token for each of some sequences, in shapes that never change: recorded once, replayed.
+
+On a GPU the step is a CUDA graph, and the token that it finds is the next one's input, so that the
+host neither launches kernels nor is asked anything. Elsewhere the same step runs as it is, which
+is how it is tested. Knows nothing of requests or of sampling, beyond the best token.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from depthmix.infer.cache import PagedCache
+from depthmix.kernels import attend_pages
+from depthmix.nn import Transformer
+from depthmix.nn.attention import Place
+from depthmix.nn.transformer import Hidden
+
+WARMUP_STEPS = 3
+
+
+class Outputs(NamedTuple):
+    """What a step leaves on the device; the next one writes over it."""
+
+    logits: Float[Tensor, "B V"]
+    told: Int[Tensor, "lines B"]
+    """For the host, in one piece: the best token, then for each routed block who went through it,
+    under decoupled routing then who was stored, and last for each block with experts how many of
+    them computed a token."""
+
+
+class StaticLayer:
+    """One layer's pages in such a step."""
+
+    compact = False
+
+    def __init__(self, cache: PagedCache, index: int, rows: Int[Tensor, " B"]) -> None:
+        self.key, self.value, self.rows = cache.key, cache.value, rows
+        self.table, self.lengths = cache.tables[index], cache.lengths[index]
+
+    def attend(
+        self,
+        query: Float[Tensor, "B T N H"],
+        key: Float[Tensor, "B S G H"],
+        value: Float[Tensor, "B S G H"],
+        place: Place,
+        source: Place,
+    ) -> Float[Tensor, "B T N H"]:
+        """Store and attend, each token in its own row of the cache."""
+        return attend_pages(
+            query[0],
+            key[0],
+            value[0],
+            self._find_rows(place),
+            self._find_rows(source),
+            self.key,
+            self.value,
+            self.table,
+            self.lengths,
+        )[None]
+
+    def _find_rows(self, place: Place) -> Int[Tensor, " K"]:
+        assert place.documents is not None
+        # documents are numbered from 1 in the order of the step's rows
+        number_K = place.documents[0]
+        return torch.where(number_K > 0, self.rows[(number_K - 1).clamp(min=0)], -1)
+
+
+class DecodeStep:
+    """A decoding step for up to `batch` rows of a cache; tokens wait on the device."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: PagedCache,
+        selector: str | None,
+        batch: int,
+        *,
+        compile: bool = False,
+    ) -> None:
+        self.model, self.selector, self.cache, self.batch = model, selector, cache, batch
+        device = cache.tables.device
+        self.inputs = torch.zeros((4, batch), device=device, dtype=torch.long)
+        """Tokens, their positions, their rows in the cache, and a number for each that is real."""
+        self.inputs[3] = -1
+        self.tokens, self.positions, self.rows, self.present = self.inputs
+        self.layers = [StaticLayer(cache, i, self.rows) for i in range(cache.num_layers)]
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.compile = compile
+        self.outputs: Outputs | None = None
+
+    def advance(
+        self, num_rows: int, num_tokens: int, present: Bool[Tensor, "B T"] | None
+    ) -> Int[Tensor, "B T"]:
+        """The tokens' positions: the step is its own cache."""
+        return self.positions[None]
+
+    def send(self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> None:
+        """Set the next step's input; places that are left over are empty."""
+        rest = self.batch - len(tokens)
+        numbers = [*range(len(tokens)), *[-1] * rest]
+        values = [[*v, *[0] * rest] for v in (tokens, positions, rows)]
+        new = torch.tensor([*values, numbers])
+        if self.inputs.is_cuda:
+            new = new.pin_memory()
+        self.inputs.copy_(new, non_blocking=True)
+
+    @torch.no_grad()
+    def run(self) -> Outputs:
+        """One step; on a GPU the results are there when the device gets to them."""
+        if not self.inputs.is_cuda:
+            with self._compiled():
+                return self._step()
+        if self.graph is None:
+            self._record()
+        assert self.graph is not None
+        assert self.outputs is not None
+        self.graph.replay()
+        return self.outputs
+
+    def _step(self) -> Outputs:
+        hidden = self.model.compute_hidden(
+            self.tokens[None],
+            selector=self.selector,
+            document_ids=self.present[None],
+            cache=self,
+        )
+        logits_BV = self.model.head(hidden.hidden[0])
+        outputs = Outputs(logits_BV, self._tell(hidden, logits_BV.argmax(dim=1)))
+        # where nobody says otherwise, the best token is what comes next
+        self.tokens.copy_(outputs.told[0])
+        self.positions.add_(1)
+        return outputs
+
+    def _tell(self, hidden: Hidden, best: Int[Tensor, " B"]) -> Int[Tensor, "lines B"]:
+        lines = [best]
+        lines += [routing.slot[0] >= 0 for routing in hidden.routings]
+        lines += [r.memory.slot[0] >= 0 for r in hidden.routings if r.memory is not None]
+        routed = dict(zip(self.model.config.routed_layers, hidden.routings, strict=True))
+        expert_layers = self.model.config.expert_layers
+        for layer, routing in zip(expert_layers, hidden.expert_routings, strict=True):
+            pairs_K = routing.kept[0].sum(dim=1)
+            if layer in routed:
+                # places back to tokens
+                slot_B = routed[layer].slot[0]
+                pairs_K = torch.where(slot_B >= 0, pairs_K[slot_B.clamp(min=0)], 0)
+            lines.append(pairs_K)
+        return torch.stack([line.long() for line in lines])
+
+    def _record(self) -> None:
+        """Capture the step; what runs before changes nothing that anybody reads."""
+        kept, lengths = self.inputs.clone(), self.cache.lengths.clone()
+        self.present.fill_(-1)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with self._compiled():
+            with torch.cuda.stream(side):
+                for _ in range(WARMUP_STEPS):
+                    self._step()
+            torch.cuda.current_stream().wait_stream(side)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.outputs = self._step()
+        self.inputs.copy_(kept)
+        self.cache.lengths.copy_(lengths)
+
+    @contextmanager
+    def _compiled(self) -> Iterator[None]:
+        """Layers run compiled inside, one by one, so that equal ones share their code."""
+        if not self.compile:
+            yield
+            return
+        for layer in self.model.layers:
+            layer.compile(fullgraph=True, dynamic=False)
+        try:
+            yield
+        finally:
+            # prompts have as many shapes as lengths: they run as they are
+            for layer in self.model.layers:
+                layer._compiled_call_impl = None

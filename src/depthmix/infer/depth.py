@@ -1,0 +1,113 @@
+"""How deep each token went, and what it cost: counted, not estimated.
+
+Attention counts the (query, key) pairs that causal order leaves, and the head the tokens whose
+logits were asked for. Knows nothing of torch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from depthmix.config import ModelConfig
+from depthmix.flops import list_blocks, matrix_sizes
+
+
+class Usage(NamedTuple):
+    """What some tokens of one sequence used, all layers together."""
+
+    num_visits: int
+    """Blocks that were run, each counted once for each of its tokens."""
+    num_routed_visits: int
+    """Those of them that are routed."""
+    num_expert_visits: int
+    """Those of them that have experts."""
+    num_stored: int
+    """Keys and values that were stored."""
+    num_routed_stored: int
+    """Those of them in routed blocks."""
+    num_pairs: int
+    """(query, key) pairs that attention looked at."""
+    num_expert_pairs: int
+    """(token, expert) pairs that experts computed."""
+
+
+class Depth(NamedTuple):
+    """Where a sequence's compute went."""
+
+    blocks: tuple[tuple[bool, ...], ...]
+    """For every token that was computed, the prompt's first: which routed blocks it went through,
+    in order."""
+    flops: int
+    """FLOPs spent, on tokens that were computed twice also twice."""
+    dense_flops: int
+    """FLOPs of the same work if every token went through every block."""
+    num_visits: int
+    """Blocks that were run, each counted once for each of its tokens; all blocks, not only routed
+    ones."""
+    num_visits_dense: int
+    """The same if every token went through every block."""
+
+    @property
+    def share_saved(self) -> float:
+        """Part of the dense FLOPs that was not spent."""
+        return 1 - self.flops / self.dense_flops if self.dense_flops else 0.0
+
+    @property
+    def share_executed(self) -> float:
+        """Part of all block visits that happened."""
+        return self.num_visits / self.num_visits_dense if self.num_visits_dense else 1.0
+
+
+def join_depths(depths: Sequence[Depth]) -> Depth:
+    """Several sequences' compute as one."""
+    blocks = tuple(path for depth in depths for path in depth.blocks)
+    return Depth(blocks, *(sum(column) for column in list(zip(*depths, strict=True))[1:]))
+
+
+class DepthMeter:
+    """Adds up one sequence's compute."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        sizes, blocks = matrix_sizes(config), list(list_blocks(config))
+        self.sizes, self.num_layers = sizes, len(blocks)
+        self.num_deciders = sum(block.num_deciders for block in blocks)
+        self.decoupled = config.routing.kv_capacity is not None
+        self.pair_flops = 4 * config.num_heads * config.shape.head_width
+        # one token through all blocks, without deciding over depth
+        num_expert_blocks = sum(block.has_experts for block in blocks)
+        places = round(num_expert_blocks * config.experts.capacity)
+        self.dense_weights = (
+            self.num_layers * (sizes.query + sizes.out + sizes.key_value)
+            + (self.num_layers - num_expert_blocks) * sizes.mlp
+            + num_expert_blocks * (sizes.expert_router + sizes.expert_predictor)
+            + places * sizes.expert
+        )
+        self.paths: list[tuple[bool, ...]] = []
+        self.flops = self.dense_flops = self.num_visits = self.num_visits_dense = 0
+
+    def add(
+        self, start: int, paths: Sequence[tuple[bool, ...]], used: Usage, *, num_logits: int
+    ) -> None:
+        """Tokens from position `start` on were computed, one for each of `paths`."""
+        count, sizes = len(paths), self.sizes
+        # tokens that are computed again after a preemption take the same way
+        self.paths += paths[max(0, len(self.paths) - start) :]
+        weights = used.num_visits * (sizes.query + sizes.out) + used.num_stored * sizes.key_value
+        weights += (used.num_visits - used.num_expert_visits) * sizes.mlp
+        weights += used.num_expert_visits * (sizes.expert_router + sizes.expert_predictor)
+        weights += used.num_expert_pairs * sizes.expert
+        # a router scores every token, then the kept ones again for the gate
+        num_scored = count * self.num_deciders + used.num_routed_visits
+        num_scored += used.num_routed_stored if self.decoupled else 0
+        weights += num_scored * sizes.depth_router
+        weights += count * self.num_deciders * sizes.depth_predictor
+        self.flops += 2 * (weights + num_logits * sizes.head) + used.num_pairs * self.pair_flops
+        num_pairs = self.num_layers * (count * start + count * (count + 1) // 2)
+        dense_weights = count * self.dense_weights + num_logits * sizes.head
+        self.dense_flops += 2 * dense_weights + num_pairs * self.pair_flops
+        self.num_visits += used.num_visits
+        self.num_visits_dense += count * self.num_layers
+
+    def read(self) -> Depth:
+        """What was added so far."""
+        spent = (self.flops, self.dense_flops, self.num_visits, self.num_visits_dense)
+        return Depth(tuple(self.paths), *spent)

@@ -1,0 +1,184 @@
+"""Who owns which page of the cache: the books only, no tensors.
+
+A page holds `page_size` tokens of one layer of one row. A routed block stores its routed tokens
+only, so the layers of a row have lengths of their own, and how long they become is known only
+after a step. Before it, room for the worst case is reserved; after it, what was not needed goes
+back. Knows nothing of sequences, of their order or of the device.
+"""
+
+from collections.abc import Sequence
+from operator import add
+from typing import NamedTuple
+
+
+class Change(NamedTuple):
+    """`tables[row][layer][index]` is now `page`."""
+
+    layer: int
+    row: int
+    index: int
+    page: int
+
+
+class Pages:
+    """The page tables of `num_rows` rows, filled from one pool of `num_pages` pages.
+
+    `tables[row][layer]` are the pages of a layer in the order of its tokens, and
+    `lengths[row][layer]` counts the tokens stored in them. Read them, but change them only
+    through the methods.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, num_layers: int, num_rows: int) -> None:
+        for name, value in (
+            ("num_pages", num_pages),
+            ("page_size", page_size),
+            ("num_layers", num_layers),
+            ("num_rows", num_rows),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}.")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_layers = num_layers
+        self.num_rows = num_rows
+        self.num_free = num_pages
+        self.tables: list[list[list[int]]] = [
+            [[] for _ in range(num_layers)] for _ in range(num_rows)
+        ]
+        self.lengths = [[0] * num_layers for _ in range(num_rows)]
+        # so many tokens fit in every layer of the row without a new page, perhaps more: most steps
+        # need to look at nothing else
+        self._room = [0] * num_rows
+        # layers that were given pages since the row was settled: only these can have too many
+        self._grown: list[list[int]] = [[] for _ in range(num_rows)]
+        self._owned = bytearray(num_pages)
+        # Every free page is in the stack. A page may be taken without searching it there, so some
+        # of the stack is owned; a page is never in it twice.
+        self._stack = list(range(num_pages))
+        self._stacked = bytearray(b"\1") * num_pages
+        # what the device's tables hold once it knows the changes below
+        self._told: list[list[list[int]]] = [
+            [[] for _ in range(num_layers)] for _ in range(num_rows)
+        ]
+        self._changes: dict[tuple[int, int, int], int] = {}
+
+    @property
+    def num_used(self) -> int:
+        """Pages that some row owns."""
+        return self.num_pages - self.num_free
+
+    def count_worst(self, num_tokens: int) -> int:
+        """Count the pages of a row in which every layer stores `num_tokens`."""
+        return -(-num_tokens // self.page_size) * self.num_layers
+
+    def count_missing(self, row: int, num_tokens: int) -> int:
+        """Count the pages to get so that every layer has room for `num_tokens` more."""
+        if num_tokens <= self._room[row]:
+            return 0
+        return sum(missing for _, missing in self._find_short(row, num_tokens))
+
+    def reserve(self, row: int, num_tokens: int) -> bool:
+        """Make room for `num_tokens` more in every layer: take all the pages, or none and False."""
+        if num_tokens <= self._room[row]:
+            return True
+        short = self._find_short(row, num_tokens)
+        if sum(missing for _, missing in short) > self.num_free:
+            return False
+        for layer, missing in short:
+            for _ in range(missing):
+                self._take_page(row, layer)
+            self._grown[row].append(layer)
+        self._room[row] = max(self._room[row], num_tokens)
+        return True
+
+    def settle(self, row: int, stored: Sequence[int]) -> None:
+        """Note that layer l stored `stored[l]` more tokens; pages that hold none go back."""
+        most = max(stored)
+        assert len(stored) == self.num_layers, "a count for every layer"
+        assert most <= self._room[row], "tokens were stored without a reservation"
+        lengths = self.lengths[row]
+        lengths[:] = map(add, lengths, stored)
+        room = self._room[row] - most
+        grown = self._grown[row]
+        if grown:
+            for layer in grown:
+                table = self.tables[row][layer]
+                needed = -(-lengths[layer] // self.page_size)
+                while len(table) > needed:
+                    self._free_page(table.pop())
+                room = min(room, needed * self.page_size - lengths[layer])
+            grown.clear()
+        self._room[row] = room
+
+    def release(self, row: int) -> None:
+        """Take everything back from a row: its layers are empty."""
+        for table in self.tables[row]:
+            while table:
+                self._free_page(table.pop())
+        self.lengths[row][:] = [0] * self.num_layers
+        self._room[row] = 0
+        self._grown[row].clear()
+
+    def drain_changes(self) -> list[Change]:
+        """List the new entries of the tables since the last call, each place at most once.
+
+        A page that went back leaves its entry behind in the device's tables, past the length of
+        its layer; if the same page comes to the same place again, nothing has changed.
+        """
+        changes = [Change(*place, page) for place, page in self._changes.items()]
+        self._changes.clear()
+        return changes
+
+    def _find_short(self, row: int, num_tokens: int) -> list[tuple[int, int]]:
+        """List the layers without room for `num_tokens` more, and the pages that each lacks."""
+        size = self.page_size
+        spares = [
+            len(table) * size - length
+            for table, length in zip(self.tables[row], self.lengths[row], strict=True)
+        ]
+        # the bound was careful, here it is exact for free
+        self._room[row] = min(spares)
+        return [
+            (layer, -((spare - num_tokens) // size))
+            for layer, spare in enumerate(spares)
+            if spare < num_tokens
+        ]
+
+    def _take_page(self, row: int, layer: int) -> None:
+        """Append a free page to a table, the neighbour of its last page where that is free.
+
+        Pages that follow each other can be read as one slice. So that tables do not grow into one
+        another at once, each begins at a place of its own, as far from the others as possible.
+        """
+        table = self.tables[row][layer]
+        index = len(table)
+        if index:
+            page = table[-1] + 1
+        else:
+            place = row * self.num_layers + layer
+            page = place * self.num_pages // (self.num_rows * self.num_layers)
+        if page == self.num_pages or self._owned[page]:
+            page = self._stack.pop()
+            self._stacked[page] = 0
+            while self._owned[page]:
+                page = self._stack.pop()
+                self._stacked[page] = 0
+        self._owned[page] = 1
+        self.num_free -= 1
+        table.append(page)
+
+        told = self._told[row][layer]
+        if index == len(told):
+            told.append(page)
+        elif told[index] != page:
+            told[index] = page
+        else:
+            return
+        self._changes[layer, row, index] = page
+
+    def _free_page(self, page: int) -> None:
+        self._owned[page] = 0
+        self.num_free += 1
+        if not self._stacked[page]:
+            self._stacked[page] = 1
+            self._stack.append(page)

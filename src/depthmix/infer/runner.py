@@ -1,0 +1,183 @@
+"""Runs the model on one step's tokens: any number of sequences, each at its own place.
+
+Prompts, and on a CPU everything, stand one after the other in a single row, as packed documents
+do, so the model's own forward pass is all there is. On a GPU, tokens that are written one at a time
+go through a recorded step. Knows nothing of requests or of sampling.
+"""
+
+from collections.abc import Sequence
+from operator import mul
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from depthmix.infer.cache import PagedCache, Span, StepCache
+from depthmix.infer.decode import DecodeStep
+from depthmix.infer.depth import Usage
+from depthmix.infer.pages import Pages
+from depthmix.infer.scheduler import Chunk
+from depthmix.nn import Transformer
+from depthmix.nn.transformer import Hidden
+
+
+class Work(NamedTuple):
+    """A chunk and its tokens."""
+
+    chunk: Chunk
+    tokens: Sequence[int]
+
+
+class Done(NamedTuple):
+    """What became of a chunk."""
+
+    logits: Float[Tensor, " V"] | None
+    """Of its last token, where that is asked for."""
+    best: int | None
+    """The most probable next token, where it is known already."""
+    stored: list[int]
+    """How many tokens each layer stored."""
+    used: Usage
+    paths: list[tuple[bool, ...]]
+    """For each token, which routed blocks it went through."""
+
+
+class Runner:
+    """A model with a paged cache."""
+
+    def __init__(
+        self, model: Transformer, pages: Pages, selector: str | None, *, record: bool, compile: bool
+    ) -> None:
+        """`record` keeps decoding steps as recorded ones, `compile` compiles those."""
+        config, weight = model.config, model.embedding.weight
+        self.model, self.selector, self.pages = model, selector, pages
+        self.device, self.record, self.compile = weight.device, record, compile
+        self.cache = PagedCache(config, pages, device=weight.device, dtype=weight.dtype)
+        self.routed, self.with_experts = set(config.routed_layers), set(config.expert_layers)
+        self.num_routed = len(config.routed_layers)
+        # where each routed block is in a recorded step's report of who was stored
+        first = 1 + (self.num_routed if config.routing.kv_capacity is not None else 0)
+        self.stored_line = {layer: first + i for i, layer in enumerate(config.routed_layers)}
+        self.steps: dict[int, DecodeStep] = {}
+        # what the device's own input and lengths are, so that only news is sent
+        self._waiting: tuple[int, list[int], list[int], list[int]] | None = None
+
+    def run(self, works: Sequence[Work]) -> list[Done]:
+        """Compute these chunks, together."""
+        self.cache.follow(self.pages.drain_changes())
+        if not self.record:
+            return self._run_prompts(works)
+        single = [work for work in works if work.chunk.samples and work.chunk.count == 1]
+        rest = [work for work in works if not (work.chunk.samples and work.chunk.count == 1)]
+        done: dict[int, Done] = {}
+        for part, compute in ((single, self._decode), (rest, self._run_prompts)):
+            if part:
+                keys = [work.chunk.key for work in part]
+                done |= zip(keys, compute(part), strict=True)
+        return [done[work.chunk.key] for work in works]
+
+    @torch.inference_mode()
+    def _run_prompts(self, works: Sequence[Work]) -> list[Done]:
+        self._waiting = None
+        spans = [Span(w.chunk.row, w.chunk.start, w.chunk.count) for w in works]
+        step = self.cache.view(spans)
+        tokens = torch.tensor([[t for work in works for t in work.tokens]], device=self.device)
+        hidden = self.model.compute_hidden(
+            tokens, selector=self.selector, document_ids=step.document_ids(), cache=step
+        )
+        ends = torch.tensor([span.count for span in spans]).cumsum(0)
+        asked = [number for number, work in enumerate(works) if work.chunk.samples]
+        last = (ends[asked] - 1).to(self.device)
+        logits = dict(zip(asked, self.model.head(hidden.hidden[0, last]), strict=True))
+        paths = _read_paths(hidden, tokens.shape[1])
+        expert_pairs = self._count_expert_pairs(step, hidden)
+        starts = [0, *ends.tolist()]
+        return [
+            Done(
+                logits.get(number),
+                None,
+                [layer.uses[number].num_stored for layer in step.layers],
+                self._add_up(step, number, expert_pairs[number]),
+                paths[starts[number] : starts[number + 1]],
+            )
+            for number in range(len(works))
+        ]
+
+    def _decode(self, works: Sequence[Work]) -> list[Done]:
+        """One token of each sequence, in a recorded step."""
+        size = min(1 << (len(works) - 1).bit_length(), self.pages.num_rows)
+        step = self.steps.get(size)
+        if step is None:
+            step = DecodeStep(self.model, self.cache, self.selector, size, compile=self.compile)
+            self.steps[size] = step
+        tokens = [work.tokens[0] for work in works]
+        positions, rows = [w.chunk.start for w in works], [w.chunk.row for w in works]
+        if self._waiting is None:
+            self.cache.send_lengths()
+        if self._waiting != (size, tokens, positions, rows):
+            step.send(tokens, positions, rows)
+        outputs = step.run()
+        told = outputs.told.tolist()
+        self._waiting = (size, told[0][: len(works)], [p + 1 for p in positions], rows)
+        return [self._tell(work, place, outputs.logits, told) for place, work in enumerate(works)]
+
+    def _tell(self, work: Work, place: int, logits: Tensor, told: list[list[int]]) -> Done:
+        """What the device reported about one token."""
+        column = [line[place] for line in told]
+        lines = self.stored_line
+        num_layers = self.cache.num_layers
+        stored = [column[lines[i]] if i in lines else 1 for i in range(num_layers)]
+        path = tuple(map(bool, column[1 : 1 + self.num_routed]))
+        queries = stored
+        if self.model.config.routing.kv_capacity is not None:
+            taken = dict(zip(self.model.config.routed_layers, path, strict=True))
+            queries = [int(taken.get(i, True)) for i in range(num_layers)]
+        lengths = self.pages.lengths[work.chunk.row]
+        num_visits, num_stored = sum(queries), sum(stored)
+        num_dense = num_layers - self.num_routed
+        num_expert_lines = len(self.with_experts)
+        used = Usage(
+            num_visits=num_visits,
+            num_routed_visits=num_visits - num_dense,
+            num_expert_visits=sum(queries[i] for i in self.with_experts),
+            num_stored=num_stored,
+            num_routed_stored=num_stored - num_dense,
+            # a query sees what was there and its own key
+            num_pairs=sum(map(mul, queries, lengths)) + num_visits,
+            num_expert_pairs=sum(column[-num_expert_lines:]) if num_expert_lines else 0,
+        )
+        return Done(logits[place], column[0], stored, used, [path])
+
+    def _add_up(self, step: StepCache, number: int, num_expert_pairs: int) -> Usage:
+        """One span's use over all layers."""
+        uses = [layer.uses[number] for layer in step.layers]
+        return Usage(
+            num_visits=sum(use.num_queries for use in uses),
+            num_routed_visits=sum(uses[i].num_queries for i in self.routed),
+            num_expert_visits=sum(uses[i].num_queries for i in self.with_experts),
+            num_stored=sum(use.num_stored for use in uses),
+            num_routed_stored=sum(uses[i].num_stored for i in self.routed),
+            num_pairs=sum(use.num_pairs for use in uses),
+            num_expert_pairs=num_expert_pairs,
+        )
+
+    def _count_expert_pairs(self, step: StepCache, hidden: Hidden) -> list[int]:
+        """By span: (token, expert) pairs that were computed."""
+        found, routings = [0] * len(step.spans), iter(hidden.expert_routings)
+        for layer in self.model.config.expert_layers:
+            uses = step.layers[layer].uses
+            if not any(use.num_stored for use in uses):
+                # nobody entered this block
+                continue
+            counts = next(routings).kept[0].sum(dim=1).cpu()
+            parts = counts.split([use.num_queries for use in uses])
+            found = [total + int(part.sum()) for total, part in zip(found, parts, strict=True)]
+        return found
+
+
+def _read_paths(hidden: Hidden, num_tokens: int) -> list[tuple[bool, ...]]:
+    if not hidden.routings:
+        return [()] * num_tokens
+    kept_TR = torch.stack([routing.slot[0] >= 0 for routing in hidden.routings], dim=1)
+    return [tuple(path) for path in kept_TR.tolist()]

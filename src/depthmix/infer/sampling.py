@@ -1,0 +1,278 @@
+"""How the next token is drawn: penalty, temperature, filters, and noise made of a seed.
+
+Owns `SamplingParams` and the pure function from logits to tokens. Does not know what a request is,
+who else is in the batch, or where the logits come from.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+# `float` alone refuses 0 and 1 where types are checked at run time
+Number = float | int
+
+# SplitMix64's constants, as int64 has them
+_GOLDEN, _FIRST, _SECOND = (
+    bits - (1 << 64) for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+_LARGEST = torch.finfo(torch.float32).max
+_INT64 = 1 << 63
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What one request asks for: how tokens are drawn, when to stop, what to tell beside them."""
+
+    max_tokens: int = 128
+    """Most tokens to generate."""
+    temperature: Number = 1.0
+    """What logits are divided by; 0 always takes the most probable token."""
+    top_k: int = 0
+    """Draw among this many most probable tokens; 0 means all."""
+    top_p: Number = 1.0
+    """Draw among the fewest tokens whose probability reaches this share, in (0, 1]; 1 means all."""
+    min_p: Number = 0.0
+    """Draw among tokens at least this share as probable as the most probable one; 0 means all."""
+    repetition_penalty: Number = 1.0
+    """What divides a positive logit and multiplies a negative one, for tokens of the prompt and of
+    the output so far; 1 changes nothing."""
+    stop_tokens: Sequence[int] = ()
+    """Token ids that end a sample."""
+    stop: Sequence[str] = ()
+    """Strings that end a sample; its text ends before them."""
+    logprobs: int | None = None
+    """Number of alternatives whose log-probabilities are told beside the chosen token's; 0 tells
+    the chosen one's only, None tells nothing."""
+    n: int = 1
+    """Number of samples."""
+    seed: int | None = None
+    """What the random numbers are made of; None lets the engine choose."""
+
+    def __post_init__(self) -> None:
+        problem = next(_find_problems(self), None)
+        if problem is not None:
+            raise ValueError(problem)
+        for name in ("stop_tokens", "stop"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def filters(self) -> bool:
+        """Whether a token may be refused that the model gives some probability.
+
+        Greedy sampling needs no filter: each of them keeps the most probable token.
+        """
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the most probable token is all that is asked for."""
+        return self.temperature == 0 and self.repetition_penalty == 1 and self.logprobs is None
+
+
+class Settings(NamedTuple):
+    """What `sample` needs to know of every row."""
+
+    temperature: Float[Tensor, " B"]
+    """float64; 0 is greedy."""
+    top_k: Int[Tensor, " B"]
+    """0 is off."""
+    top_p: Float[Tensor, " B"]
+    """float64; 1 is off."""
+    min_p: Float[Tensor, " B"]
+    """float64; 0 is off."""
+    penalty: Float[Tensor, " B"]
+    """float64; 1 is off."""
+    seed: Int[Tensor, " B"]
+    """int64."""
+    step: Int[Tensor, " B"]
+    """int64: index of the new token in its own sequence, so that each gets noise of its own."""
+
+
+class Sampled(NamedTuple):
+    """The next token of every row."""
+
+    token: Int[Tensor, " B"]
+    logprob: Float[Tensor, " B"]
+    """Of the token, as the model itself has it: temperature 1, no penalty, no filter."""
+
+
+def make_settings(
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    steps: Sequence[int],
+    device: torch.device | str,
+) -> Settings:
+    """One row for each of `params`, in two copies to the device."""
+    if not len(params) == len(seeds) == len(steps):
+        raise ValueError(
+            f"there are {len(params)} params, {len(seeds)} seeds and {len(steps)} steps: give one "
+            f"of each for every row"
+        )
+    shares = [
+        [p.temperature for p in params],
+        [p.top_p for p in params],
+        [p.min_p for p in params],
+        [p.repetition_penalty for p in params],
+    ]
+    counts = [[p.top_k for p in params], list(seeds), list(steps)]
+    shares_4B = torch.tensor(shares, dtype=torch.float64, device=device)
+    counts_3B = torch.tensor(counts, dtype=torch.int64, device=device)
+    temperature_B, top_p_B, min_p_B, penalty_B = shares_4B.unbind()
+    top_k_B, seed_B, step_B = counts_3B.unbind()
+    return Settings(temperature_B, top_k_B, top_p_B, min_p_B, penalty_B, seed_B, step_B)
+
+
+def sample(
+    logits: Float[Tensor, "B V"],
+    settings: Settings,
+    seen: Bool[Tensor, "B V"] | None,
+    *,
+    filtered: bool = True,
+) -> Sampled:
+    """Draw each row's next token by the Gumbel-max trick: argmax of log p + noise.
+
+    A row's token depends on its own logits and settings only, so not on its place in the batch.
+    `seen` marks the tokens that the penalty is for. `filtered=False` is the short way where no
+    row filters: it gives the same tokens without sorting.
+    """
+    scores_BV = logits.float()
+    if seen is not None:
+        scores_BV = _penalize(scores_BV, settings.penalty[:, None], seen)
+    # whatever the model gave, no NaN can arise below, and every row has a token
+    scores_BV = scores_BV.nan_to_num(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
+    ids_BV = torch.arange(logits.shape[1], device=logits.device)[None, :].expand_as(scores_BV)
+    if filtered:
+        # stable: of equal tokens the lowest id comes first, on every device
+        scores_BV, ids_BV = scores_BV.sort(dim=1, descending=True, stable=True)
+    top_B1 = scores_BV.amax(dim=1, keepdim=True).clamp(min=-_LARGEST)
+    greedy_B1 = settings.temperature[:, None] == 0
+    temperature_B1 = settings.temperature[:, None].masked_fill(greedy_B1, 1.0)
+    # below the best one before dividing: a small temperature gives -inf and never inf - inf
+    scores_BV = (scores_BV.double() - top_B1) / temperature_B1
+    if filtered:
+        scores_BV = scores_BV.masked_fill(~keep_tokens(scores_BV, settings), -torch.inf)
+    noise_BV = draw_gumbel(settings.seed, settings.step, ids_BV)
+    place_B1 = (scores_BV + noise_BV.masked_fill(greedy_B1, 0.0)).argmax(dim=1, keepdim=True)
+    token_B1 = ids_BV.gather(1, place_B1)
+    logprob_B1 = logits.float().log_softmax(dim=1).gather(1, token_B1)
+    return Sampled(token_B1.squeeze(1), logprob_B1.squeeze(1))
+
+
+def top_logprobs(
+    logits: Float[Tensor, "B V"], k: int
+) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"]]:
+    """The k highest log-probabilities of the model itself and their ids, highest first.
+
+    Of equal tokens the lowest id comes first. There are fewer where the vocabulary has fewer.
+    """
+    values_BV, ids_BV = logits.float().log_softmax(dim=1).sort(dim=1, descending=True, stable=True)
+    return values_BV[:, :k], ids_BV[:, :k]
+
+
+def keep_tokens(scores: Float[Tensor, "B V"], settings: Settings) -> Bool[Tensor, "B V"]:
+    """Which tokens the filters leave: top_k, then top_p, then min_p.
+
+    `scores` are log-probabilities less the best one's, float64 and in falling order. Each filter
+    means the probabilities that the one before left. Of equal tokens the earlier ones go first.
+    """
+    top_k_B1, top_p_B1 = settings.top_k[:, None], settings.top_p[:, None]
+    rank_V = torch.arange(scores.shape[1], device=scores.device)
+    kept_BV = (rank_V < top_k_B1) | (top_k_B1 == 0)
+    # p / p of the best one; renormalising would change both alike
+    ratio_BV = scores.exp()
+    # Whole numbers add up to the same in any order, so that a sum at the very edge of top_p does
+    # not depend on the device or on the number of rows. 2^40 leaves room for 2^22 tokens.
+    mass_BV = (ratio_BV * 2.0**40).round().long().masked_fill(~kept_BV, 0)
+    above_BV = mass_BV.cumsum(dim=1) - mass_BV
+    reached_BV = above_BV >= top_p_B1 * mass_BV.sum(dim=1, keepdim=True)
+    kept_BV = kept_BV & (~reached_BV | (top_p_B1 >= 1))
+    return kept_BV & (ratio_BV >= settings.min_p[:, None])
+
+
+def draw_gumbel(
+    seed: Int[Tensor, " B"], step: Int[Tensor, " B"], ids: Int[Tensor, "B V"]
+) -> Float[Tensor, "B V"]:
+    """Gumbel noise, float64: a hash of seed, step and token id, and of nothing else.
+
+    The bits are the same on every device. float64 keeps the rounding of its logarithms, which is
+    the device's own, far below what could change the largest sum.
+    """
+    key_B = _mix(_mix(seed) + step)
+    # Ids are added before anything is multiplied: torch.compile takes a range times a constant for
+    # an address, computes it in too few bits, and gives wrong tokens or worse (torch 2.13).
+    bits_BV = _mix((key_B[:, None] + ids) * _GOLDEN)
+    # 52 bits and a half: exact in float64, and neither 0 nor 1, whose noise would be infinite
+    uniform_BV = (_shift_right(bits_BV, 12).double() + 0.5) * 2.0**-52
+    return -torch.log(-torch.log(uniform_BV))
+
+
+def _penalize(
+    scores_BV: Tensor, penalty_B1: Tensor, seen_BV: Bool[Tensor, "B V"]
+) -> Float[Tensor, "B V"]:
+    """Make seen tokens less likely (arXiv:1909.05858, Sec. 4.1; negative logits multiplied)."""
+    penalized_BV = torch.where(scores_BV > 0, scores_BV / penalty_B1, scores_BV * penalty_B1)
+    return torch.where(seen_BV, penalized_BV.float(), scores_BV)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's step: every bit of the int64 input changes about half of the output's."""
+    x = x + _GOLDEN
+    x = (x ^ _shift_right(x, 30)) * _FIRST
+    x = (x ^ _shift_right(x, 27)) * _SECOND
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, count: int) -> Tensor:
+    # `>>` alone repeats the sign bit
+    return (x >> count) & ((1 << (64 - count)) - 1)
+
+
+def _find_problems(params: SamplingParams) -> Iterator[str]:
+    """Everything wrong with the parameters, a sentence each; types first."""
+    whole, number = "a whole number", "a number"
+    for name in ("max_tokens", "top_k", "n"):
+        yield from _misfit(name, getattr(params, name), int, whole)
+    for name in ("logprobs", "seed"):
+        yield from _misfit(name, getattr(params, name), int | None, f"{whole} or None")
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        yield from _misfit(name, getattr(params, name), Number, number)
+    for name, kind, items in (("stop_tokens", int, "token ids"), ("stop", str, "strings")):
+        value = getattr(params, name)
+        # one string is a sequence too, and its letters are not what was meant
+        yield from _misfit(name, value, list | tuple, f"a list of {items}")
+        for item in value:
+            yield from _misfit(name, item, kind, f"a list of {items}")
+    for name in ("max_tokens", "n"):
+        if getattr(params, name) < 1:
+            yield f"{name} = {getattr(params, name)} must be at least 1"
+    for name in ("temperature", "top_k", "logprobs"):
+        if not 0 <= (getattr(params, name) or 0) < math.inf:
+            yield f"{name} = {getattr(params, name)} must be 0 or more"
+    # the filters compare with int64
+    if params.top_k >= _INT64:
+        yield f"top_k = {params.top_k} must be below 2^63: 0 means all tokens"
+    if not 0 < params.top_p <= 1:
+        yield f"top_p = {params.top_p} must lie in (0, 1]: 1 means all tokens"
+    if not 0 <= params.min_p <= 1:
+        yield f"min_p = {params.min_p} must lie in [0, 1]: 0 means all tokens"
+    if not 0 < params.repetition_penalty < math.inf:
+        yield (
+            f"repetition_penalty = {params.repetition_penalty} must be a positive number: 1 "
+            f"changes nothing"
+        )
+    if any(token < 0 for token in params.stop_tokens):
+        yield f"stop_tokens = {list(params.stop_tokens)} must be token ids, 0 or more"
+    if "" in params.stop:
+        yield "stop must not hold an empty string, which every text begins with"
+    if params.seed is not None and not -_INT64 <= params.seed < _INT64:
+        yield f"seed = {params.seed} must fit in 64 bits: from -2^63 to 2^63 - 1"
+
+
+def _misfit(name: str, value: Any, kind: Any, meant: str) -> Iterator[str]:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        yield f"{name} = {value!r} does not fit: it must be {meant}"

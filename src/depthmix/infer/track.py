@@ -1,0 +1,76 @@
+"""One sample while it is made: its tokens, its text, its numbers, and when it ends.
+
+Knows nothing of the model, of the cache or of other samples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from depthmix.infer.depth import DepthMeter
+from depthmix.infer.results import Alternative, Finish, Sample
+from depthmix.infer.sampling import SamplingParams
+from depthmix.infer.text import TextStream
+
+
+@dataclass(slots=True, kw_only=True)
+class Track:
+    """What the engine keeps of a sample until it is done."""
+
+    request: int
+    number: int
+    """Which of the request's samples."""
+    params: SamplingParams
+    seed: int
+    tokens: list[int]
+    """The prompt's, then its own."""
+    num_prompt: int
+    max_new: int
+    meter: DepthMeter
+    stream: TextStream | None
+    seen: Tensor | None
+    """Tokens of the prompt and its own, as a mask, where repetition is penalised."""
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[Alternative, ...]] = field(default_factory=list)
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that it made."""
+        return len(self.tokens) - self.num_prompt
+
+    def take(self, token: int, logprob: float) -> tuple[str, Finish | None]:
+        """A new token: the text that is certain now, and why it was the last, if it was."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.seen is not None:
+            self.seen[token] = True
+        if token in self.params.stop_tokens:
+            # which is no text
+            return "", "stop"
+        text = ""
+        if self.stream is not None:
+            text = self.stream.add(token)
+            self.text += text
+            if self.stream.stopped:
+                return text, "stop"
+        return text, "length" if self.num_new == self.max_new else None
+
+    def take_alternatives(self, ids: Sequence[int], values: Sequence[float]) -> None:
+        """The most probable tokens at this place, of which it asked for some."""
+        places = zip(ids[: self.params.logprobs], values, strict=False)
+        self.top_logprobs.append(tuple(Alternative(*place) for place in places))
+
+    def end(self, finish: Finish) -> tuple[str, Sample]:
+        """Text that was held back, and the finished sample."""
+        rest = "" if self.stream is None else self.stream.finish()
+        wish = self.params.logprobs
+        return rest, Sample(
+            tokens=tuple(self.tokens[self.num_prompt :]),
+            text=None if self.stream is None else self.text + rest,
+            finish=finish,
+            logprobs=None if wish is None else tuple(self.logprobs),
+            top_logprobs=tuple(self.top_logprobs) if wish else None,
+            depth=self.meter.read(),
+        )

@@ -1,0 +1,261 @@
+"""The Triton version of `paged.attend_pages`: three small kernels that never ask the host.
+
+A row's context is cut into parts that are read side by side, because one program cannot read a
+long context fast enough; with few rows there are more parts.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# programs that keep an H200 busy reading: about eight on each of its multiprocessors
+PROGRAMS = 1024
+MOST_PARTS = 32
+BLOCK_TOKENS = 64
+
+
+@triton.jit
+def _append(
+    key,
+    value,
+    key_row,
+    key_pages,
+    value_pages,
+    table,
+    lengths,
+    key_place,
+    key_head,
+    value_place,
+    value_head,
+    page_head,
+    page_page,
+    page_token,
+    most_pages,
+    num_heads,
+    head_width,
+    page_size: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_width: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(key_row + place)
+    if row >= 0:
+        length = tl.load(lengths + row)
+        page = tl.load(table + row * most_pages + length // page_size).to(tl.int64)
+        head = tl.arange(0, block_heads)[:, None]
+        column = tl.arange(0, block_width)[None, :]
+        inside = (head < num_heads) & (column < head_width)
+        to = head * page_head + page * page_page + (length % page_size) * page_token + column
+        new = tl.load(key + place * key_place + head * key_head + column, mask=inside)
+        tl.store(key_pages + to, new.to(key_pages.dtype.element_ty), mask=inside)
+        new = tl.load(value + place * value_place + head * value_head + column, mask=inside)
+        tl.store(value_pages + to, new.to(value_pages.dtype.element_ty), mask=inside)
+        # nobody else looks at this row before the next kernel
+        tl.store(lengths + row, length + 1)
+
+
+@triton.jit
+def _attend(
+    query,
+    query_row,
+    key_pages,
+    value_pages,
+    table,
+    lengths,
+    mixed,
+    largest,
+    total,
+    query_place,
+    query_head,
+    page_head,
+    page_page,
+    page_token,
+    most_pages,
+    num_groups,
+    head_width,
+    scale,
+    num_parts: tl.constexpr,
+    heads_each: tl.constexpr,
+    page_size: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_tokens: tl.constexpr,
+    block_width: tl.constexpr,
+):
+    """One part of one row's context, for the queries that share a key head."""
+    place = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    part = tl.program_id(2)
+    row = tl.load(query_row + place)
+    head = tl.arange(0, block_heads)
+    column = tl.arange(0, block_width)
+    to = ((place * num_groups + group) * heads_each + head) * num_parts + part
+    here = head < heads_each
+    if row < 0:
+        # an empty place: its parts weigh nothing
+        tl.store(largest + to, tl.full((block_heads,), float("-inf"), tl.float32), mask=here)
+        return
+    length = tl.load(lengths + row)
+    # whole blocks for each part
+    each = tl.cdiv(tl.cdiv(length, block_tokens), num_parts) * block_tokens
+    start = part * each
+    stop = tl.minimum(start + each, length)
+    if start >= stop:
+        tl.store(largest + to, tl.full((block_heads,), float("-inf"), tl.float32), mask=here)
+        return
+    inside = column < head_width
+    q = tl.load(
+        query
+        + place * query_place
+        + (group * heads_each + head)[:, None] * query_head
+        + column[None, :],
+        mask=here[:, None] & inside[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    q = q * scale
+    top = tl.full((block_heads,), float("-inf"), tl.float32)
+    weight = tl.zeros((block_heads,), tl.float32)
+    sums = tl.zeros((block_heads, block_width), tl.float32)
+    for first in range(start, stop, block_tokens):
+        slot = first + tl.arange(0, block_tokens)
+        real = slot < stop
+        page = tl.load(table + row * most_pages + slot // page_size, mask=real, other=0)
+        at = group * page_head + page.to(tl.int64) * page_page + (slot % page_size) * page_token
+        mask = real[:, None] & inside[None, :]
+        k = tl.load(key_pages + at[:, None] + column[None, :], mask=mask, other=0.0)
+        v = tl.load(value_pages + at[:, None] + column[None, :], mask=mask, other=0.0)
+        if block_heads == 1:
+            score = tl.sum(k.to(tl.float32) * q, axis=1)[None, :]
+        else:
+            score = tl.dot(q, tl.trans(k.to(tl.float32)), input_precision="ieee")
+        score = tl.where(real[None, :], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, axis=1))
+        share = tl.exp(score - new_top[:, None])
+        shrink = tl.exp(top - new_top)
+        if block_heads == 1:
+            added = tl.sum(tl.trans(share) * v.to(tl.float32), axis=0)[None, :]
+        else:
+            added = tl.dot(share, v.to(tl.float32), input_precision="ieee")
+        sums = sums * shrink[:, None] + added
+        weight = weight * shrink + tl.sum(share, axis=1)
+        top = new_top
+    tl.store(largest + to, top, mask=here)
+    tl.store(total + to, weight, mask=here)
+    tl.store(mixed + to[:, None] * block_width + column[None, :], sums, mask=here[:, None])
+
+
+@triton.jit
+def _combine(
+    mixed,
+    largest,
+    total,
+    out,
+    head_width,
+    num_parts: tl.constexpr,
+    block_parts: tl.constexpr,
+    block_width: tl.constexpr,
+):
+    """The parts of one head of one place; an empty place gives zeros."""
+    item = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, block_parts)
+    column = tl.arange(0, block_width)
+    top = tl.load(largest + item * num_parts + part, mask=part < num_parts, other=float("-inf"))
+    real = top > float("-inf")
+    best = tl.max(top, axis=0)
+    factor = tl.where(real, tl.exp(top - tl.where(best > float("-inf"), best, 0.0)), 0.0)
+    weight = tl.load(total + item * num_parts + part, mask=real, other=0.0)
+    sums = tl.load(
+        mixed + (item * num_parts + part)[:, None] * block_width + column[None, :],
+        mask=real[:, None],
+        other=0.0,
+    )
+    whole = tl.sum(weight * factor, axis=0)
+    result = tl.sum(sums * factor[:, None], axis=0) / tl.where(whole > 0, whole, 1.0)
+    tl.store(
+        out + item * head_width + column,
+        result.to(out.dtype.element_ty),
+        mask=column < head_width,
+    )
+
+
+def attend_pages(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_row: Tensor,
+    key_row: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+) -> Tensor:
+    """See `paged.attend_pages`."""
+    num_places, num_heads, head_width = query.shape
+    num_keys, num_groups = key.shape[:2]
+    heads_each = num_heads // num_groups
+    assert key_pages.stride() == value_pages.stride()
+    assert key_pages.stride(3) == query.stride(2) == key.stride(2) == value.stride(2) == 1
+    page_strides = key_pages.stride()[:3]
+    page_strides = (page_strides[0], page_strides[1], page_strides[2])
+    block_width = triton.next_power_of_2(head_width)
+    page_size, most_pages = key_pages.shape[2], table.shape[1]
+    _append[(num_keys,)](
+        key,
+        value,
+        key_row,
+        key_pages,
+        value_pages,
+        table,
+        lengths,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *page_strides,
+        most_pages,
+        num_groups,
+        head_width,
+        page_size=page_size,
+        block_heads=triton.next_power_of_2(num_groups),
+        block_width=block_width,
+    )
+    num_parts = min(MOST_PARTS, max(1, PROGRAMS // (num_places * num_groups)))
+    parts = (num_places, num_heads, num_parts)
+    mixed = torch.empty((*parts, block_width), device=query.device, dtype=torch.float32)
+    largest, total = (torch.empty(parts, device=query.device) for _ in range(2))
+    _attend[(num_places, num_groups, num_parts)](
+        query,
+        query_row,
+        key_pages,
+        value_pages,
+        table,
+        lengths,
+        mixed,
+        largest,
+        total,
+        *query.stride()[:2],
+        *page_strides,
+        most_pages,
+        num_groups,
+        head_width,
+        head_width**-0.5,
+        num_parts=num_parts,
+        heads_each=heads_each,
+        page_size=page_size,
+        # a matrix product needs 16 rows; one query alone is better off without
+        block_heads=1 if heads_each == 1 else max(16, triton.next_power_of_2(heads_each)),
+        block_tokens=BLOCK_TOKENS,
+        block_width=block_width,
+        num_warps=4,
+    )
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    _combine[(num_places * num_heads,)](
+        mixed,
+        largest,
+        total,
+        out,
+        head_width,
+        num_parts=num_parts,
+        block_parts=triton.next_power_of_2(num_parts),
+        block_width=block_width,
+        num_warps=2,
+    )
+    return out
