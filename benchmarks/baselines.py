@@ -1,7 +1,9 @@
-"""What one would train instead: a plain transformer and Hugging Face's Llama, both compiled.
+"""What one would train or sample from instead: a plain transformer and Hugging Face's Llama.
 
-They share the benchmark's shapes and nothing of depthmix's code.
+They share the benchmarks' shapes and nothing of depthmix's code.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +24,31 @@ class PlainBlock(nn.Module):
             nn.Linear(hidden, width, bias=False),
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *where: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = turn(q, cos, sin), turn(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = self.attend(q, k, v, *where)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         gate, value = self.up(self.norm_2(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * value)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class CachedBlock(PlainBlock):
+    """The same with a cache of a fixed size, which is written in place."""
+
+    def __init__(self, config: ModelConfig, batch: int, num_slots: int) -> None:
+        super().__init__(config)
+        shape = (batch, config.num_heads, num_slots, config.shape.head_width)
+        self.register_buffer("key", torch.randn(shape))
+        self.register_buffer("value", torch.randn(shape))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, mask: Tensor) -> Tensor:
+        self.key.index_copy_(2, position, k)
+        self.value.index_copy_(2, position, v)
+        return F.scaled_dot_product_attention(q, self.key, self.value, attn_mask=mask)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -57,23 +77,86 @@ class PlainTransformer(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+class PlainDecoder(nn.Module):
+    """The same model sampling greedily, with a static cache: each call makes one token a row.
+
+    All that changes is in buffers, so that `torch.compile(mode="reduce-overhead")` can replay a
+    step as one graph without copying anything in or out. When the cache is full, the next token
+    is written after the first `context` again.
+    """
+
+    def __init__(self, config: ModelConfig, batch: int, context: int, num_new: int) -> None:
+        super().__init__()
+        self.context, self.num_slots = context, context + num_new
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(
+            CachedBlock(config, batch, self.num_slots) for _ in range(config.num_layers)
+        )
+        self.norm = nn.RMSNorm(config.width)
+        half = config.shape.head_width // 2
+        angle = torch.arange(self.num_slots)[:, None] * 10000 ** (-torch.arange(half) / half)
+        self.register_buffer("cos", angle.cos())
+        self.register_buffer("sin", angle.sin())
+        self.register_buffer("token", torch.randint(config.vocab_size, (batch, 1)))
+        self.register_buffer("position", torch.full((1,), context))
+
+    def forward(self) -> None:
+        x = self.embedding(self.token)
+        cos, sin = self.cos[self.position], self.sin[self.position]
+        mask = torch.arange(self.num_slots, device=x.device)[None, None, None] <= self.position
+        for block in self.blocks:
+            x = block(x, cos, sin, self.position, mask)
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        self.token.copy_(logits.argmax(dim=-1))
+        following = self.position + 1
+        self.position.copy_(torch.where(following < self.num_slots, following, self.context))
+
+
+def compile_decoder(
+    config: ModelConfig, batch: int, context: int, num_new: int, device: str, dtype: torch.dtype
+) -> Callable[[], None]:
+    """A step of `PlainDecoder`, compiled when it is first called."""
+    with torch.device(device):
+        model = PlainDecoder(config, batch, context, num_new).to(dtype)
+    shrink_weights(model)
+    # dynamic=False: a second shape must not turn the first one's sizes into variables
+    compiled = torch.compile(model, mode="reduce-overhead", dynamic=False)
+
+    @torch.no_grad()
+    def step() -> None:
+        compiled()
+
+    return step
+
+
+def shrink_weights(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.02)
+
+
+def make_llama(config: ModelConfig, **fields: object) -> nn.Module:
+    """Hugging Face's Llama of a configuration's shape."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.width,
+            intermediate_size=config.shape.mlp_width,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            max_position_embeddings=config.max_seq_len,
+            tie_word_embeddings=True,
+            **fields,
+        )
+    )
+
+
 class HuggingFaceLlama(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        self.model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=config.vocab_size,
-                hidden_size=config.width,
-                intermediate_size=config.shape.mlp_width,
-                num_hidden_layers=config.num_layers,
-                num_attention_heads=config.num_heads,
-                max_position_embeddings=config.max_seq_len,
-                tie_word_embeddings=True,
-                use_cache=False,
-            )
-        )
+        self.model = make_llama(config, use_cache=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = self.model(input_ids=tokens).logits
@@ -90,9 +173,7 @@ class BaselineStep:
         self.device = device
         with torch.device(device):
             self.model = BASELINES[name](config)
-        for parameter in self.model.parameters():
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02)
+        shrink_weights(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         self.compiled = torch.compile(self.model)
 

@@ -6,7 +6,7 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -25,7 +25,9 @@ from depthmix.nn.block import Block
 from depthmix.nn.router import Router
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
+from depthmix.train import loop
 from depthmix.train.launch import Plan, launch
+from depthmix.train.loop import Trainer
 from depthmix.train.parallel import compile_layers
 from depthmix.train.step import TrainStep
 from variants import make_config, make_model, make_tokens
@@ -53,6 +55,8 @@ CURVES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("mode_staged", {"experts.num_experts": 3}),
     "replicas": ("mod", {"train.shard_size": 1}),
     "recomputed": ("mod", {"train.checkpoint_activations": True, "train.accumulate": 2}),
+    # as on a GPU, see `fuse`; every gradient is clipped
+    "fused": ("mod", {"train.clip": 0.1}),
 }
 LAUNCHES = (*CURVES, "resumed", "bfloat16", "muon", "stopped", "broken")
 
@@ -143,6 +147,28 @@ def look_at_block(block: Block, x: torch.Tensor, place: Any) -> set[str]:
     return {f"weights {weight.dtype}", f"stream {x.dtype}", f"phases {place.phase.dtype}"}
 
 
+def fuse(wanted: bool) -> AbstractContextManager[object]:
+    """While entered, optimisers are fused, and lines of metrics are written a step later."""
+    make, begin = loop.make_optimizers, Trainer.train
+
+    def make_fused(*args: Any, **options: Any) -> Any:
+        optimizers = make(*args, **options)
+        for group in (g for optimizer in optimizers for g in optimizer.param_groups):
+            group["fused"] = True
+        return optimizers
+
+    def train_later(self: Trainer, console: Console) -> Any:
+        assert self.step.divisor is not None
+        self.log_later = True
+        return begin(self, console)
+
+    stack = ExitStack()
+    if wanted:
+        stack.enter_context(patch.object(loop, "make_optimizers", make_fused))
+        stack.enter_context(patch.object(Trainer, "train", train_later))
+    return stack
+
+
 def break_down() -> None:
     raise RuntimeError("this rank breaks")
 
@@ -158,7 +184,8 @@ def work(rank: int, root: Path, ports: dict[str, int]) -> None:
 
     told: dict[str, Any] = {}
     for name, (variant, fields) in CURVES.items():
-        told[name] = train(root, f"two-{enter(name)}", variant, **fields)
+        with fuse(name == "fused"):
+            told[name] = train(root, f"two-{enter(name)}", variant, **fields)
     told["resumed"] = resume(root / enter("resumed"))
 
     seen: set[str] = set()

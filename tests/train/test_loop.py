@@ -4,6 +4,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,11 @@ def make_run(**recipe: Any) -> RunConfig:
     return RunConfig.from_overrides(load_preset("tiny"), given)
 
 
-def make_trainer(run: RunConfig, data: Path, folder: Path) -> Trainer:
+def make_trainer(run: RunConfig, data: Path, folder: Path, *, log_later: bool = False) -> Trainer:
     """A trainer in a new folder, or one that goes on in an old one."""
     trainer = Trainer(run, Corpus.open(data), WORLD)
+    # as on a GPU
+    trainer.log_later = log_later
     if not folder.exists():
         RunDir.create(folder, run.to_toml(), {})
         trainer.open(RunDir.open(folder))
@@ -72,10 +75,81 @@ def stop_at(trainer: Trainer, step: int, number: int = signal.SIGTERM) -> Outcom
     return train(trainer)
 
 
+def spy_order(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Steps, lines of metrics and saves, as they happen."""
+    seen: list[str] = []
+    append, save = trainer.folder.append_metrics, trainer.checkpoints.save
+    for step in range(1, trainer.num_steps + 1):
+        do_at(trainer, step, partial(seen.append, f"step {step}"))
+
+    def append_and_tell(record: Any) -> None:
+        seen.append(f"{record['kind']} {record['step']}")
+        append(record)
+
+    def save_and_tell(step: int, *args: Any, **options: Any) -> None:
+        seen.append(f"save {step}")
+        save(step, *args, **options)
+
+    monkeypatch.setattr(RunDir, "append_metrics", lambda self, record: append_and_tell(record))
+    monkeypatch.setattr(trainer.checkpoints, "save", save_and_tell)
+    return seen
+
+
+def test_lines_are_written_while_the_next_step_runs(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = []
+    for later in (False, True):
+        run = make_run(log_every=2, val_every=4, checkpoint_every=6, keep_checkpoints=9)
+        trainer = make_trainer(run, data, tmp_path / str(later), log_later=later)
+        with monkeypatch.context() as patched:
+            seen = spy_order(trainer, patched)
+            train(trainer)
+        orders.append([what for what in seen if not what.startswith("router")])
+    at_once = "step 1, step 2, train 2, step 3, step 4, train 4, val 4, step 5, step 6, train 6, "
+    rest = "save 6, step 7, step 8, train 8, val 8, step 9, step 10, train 10, val 10, save 10"
+    assert orders[0] == (at_once + rest).split(", ")
+    # but before anything is looked at or saved
+    later = at_once.replace("train 2, step 3", "step 3, train 2") + rest
+    assert orders[1] == later.split(", ")
+    # not a number differs
+    assert read_result(tmp_path / "True") == read_result(tmp_path / "False")
+
+
+def fail_by(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
+def test_an_error_does_not_swallow_the_line_before(
+    data: Path, tmp_path: Path, error: BaseException
+) -> None:
+    trainer = make_trainer(make_run(), data, tmp_path / "run", log_later=True)
+    do_at(trainer, 4, fail_by(error))
+    with pytest.raises(type(error)):
+        train(trainer)
+    records = read_metrics(tmp_path / "run")
+    assert [(r["step"], r["kind"]) for r in records] == [(3, "train")]
+    assert trainer.loss == records[0]["loss"]
+
+
+def test_a_step_that_fails_after_the_training_diverged(data: Path, tmp_path: Path) -> None:
+    """What went wrong first is what there is to say."""
+    trainer = make_trainer(make_run(), data, tmp_path / "run", log_later=True)
+    do_at(trainer, 2, poison(trainer, math.nan))
+    do_at(trainer, 4, fail_by(RuntimeError("broken too")))
+    with pytest.raises(ValueError, match=r"training diverged: .* by step 3"):
+        train(trainer)
+
+
+@pytest.mark.parametrize("log_later", [False, True])
 @pytest.mark.parametrize("strategy", ["expert_choice", "stochastic"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_ten_steps_are_five_and_five(
-    data: Path, tmp_path: Path, optimizer: str, strategy: str
+    data: Path, tmp_path: Path, optimizer: str, strategy: str, log_later: bool
 ) -> None:
     run = make_run(optimizer=optimizer)
     run = RunConfig.from_dict(
@@ -84,10 +158,10 @@ def test_ten_steps_are_five_and_five(
     outcome = train(make_trainer(run, data, tmp_path / "whole"))
     assert (outcome.state, outcome.step, outcome.signal) == ("finished", 10, None)
     # the fifth step lies between two lines of metrics, and between two validations
-    stopped = stop_at(make_trainer(run, data, tmp_path / "parts"), 5)
+    stopped = stop_at(make_trainer(run, data, tmp_path / "parts", log_later=log_later), 5)
     assert (stopped.state, stopped.step, stopped.num_steps) == ("interrupted", 5, 10)
     assert stopped.signal == signal.SIGTERM
-    resumed = make_trainer(run, data, tmp_path / "parts")
+    resumed = make_trainer(run, data, tmp_path / "parts", log_later=log_later)
     assert resumed.num_done == 5
     assert train(resumed) == outcome
     assert read_result(tmp_path / "parts") == read_result(tmp_path / "whole")
@@ -155,6 +229,7 @@ def poison(trainer: Trainer, value: float) -> Callable[[], None]:
     return spoil
 
 
+@pytest.mark.parametrize("log_later", [False, True])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
     ("recipe", "sentence"),
@@ -162,13 +237,20 @@ def poison(trainer: Trainer, value: float) -> Callable[[], None]:
         # seen in the weights at the step itself, in the losses' mean only later
         ({"checkpoint_every": 2}, "weights stopped being finite by step 4"),
         ({"checkpoint_every": 5, "log_every": 9}, "total_loss and grad_norm .* by step 5"),
+        ({"checkpoint_every": 6}, "total_loss and grad_norm .* by step 6"),
         ({}, "total_loss and grad_norm .* by step 6"),
     ],
 )
 def test_what_is_not_finite_is_never_saved(
-    data: Path, tmp_path: Path, recipe: dict[str, Any], sentence: str, value: float
+    data: Path,
+    tmp_path: Path,
+    recipe: dict[str, Any],
+    sentence: str,
+    value: float,
+    log_later: bool,
 ) -> None:
-    trainer = make_trainer(make_run(**recipe, keep_checkpoints=9), data, tmp_path / "run")
+    run = make_run(**recipe, keep_checkpoints=9)
+    trainer = make_trainer(run, data, tmp_path / "run", log_later=log_later)
     do_at(trainer, 4, poison(trainer, value))
     with pytest.raises(ValueError, match=f"training diverged: {sentence}; .*learning_rate"):
         train(trainer)

@@ -11,7 +11,7 @@ from depthmix import flops
 from depthmix.recipe import Recipe, RunConfig
 from depthmix.train import meter as module
 from depthmix.train.loss import HeadLoss, RoutingLoss
-from depthmix.train.meter import PEAK_FLOPS, Meter, find_peak, measure_memory
+from depthmix.train.meter import PEAK_FLOPS, Meter, check_finite, find_peak, measure_memory
 from depthmix.train.parallel import World
 from depthmix.train.step import StepLoss
 from variants import make_config
@@ -28,6 +28,41 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Device:
+    """A GPU that is behind the host: its work takes time, giving it work does not."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.free_at, self.num_waits = clock, 0.0, 0
+
+    def work(self, seconds: float) -> None:
+        self.free_at = max(self.free_at, self.clock.now) + seconds
+
+    def make_event_class(self) -> type[torch.cuda.Event]:
+        device = self
+
+        class Event(torch.cuda.Event):
+            def __new__(cls, **options: Any) -> "Event":
+                # where torch has no CUDA, its own refuses to be made
+                makes = torch.backends.cuda.is_built()
+                return super().__new__(cls, **options) if makes else object.__new__(cls)
+
+            def __init__(self, *, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self, stream: Any = None) -> None:
+                self.comes_at = max(device.free_at, device.clock.now)
+
+            def synchronize(self) -> None:
+                device.num_waits += 1
+                device.clock.now = max(device.clock.now, self.comes_at)
+
+            def elapsed_time(self, end_event: Any) -> float:
+                assert max(self.comes_at, end_event.comes_at) <= device.clock.now
+                return 1e3 * (end_event.comes_at - self.comes_at)
+
+        return Event
 
 
 @pytest.fixture
@@ -61,7 +96,7 @@ def test_means_are_over_the_steps_since_the_last_reading(clock: Clock) -> None:
     assert meter.peek() == expected
     # a look changes nothing
     assert meter.peek() == expected
-    assert meter.read(2).items() >= expected.items()
+    assert meter.read(meter.cut(2)).items() >= expected.items()
     meter.add(make_result(8.0, norm=7.0))
     assert meter.peek() == {"loss": 8.0, "total_loss": 8.0, "grad_norm": 7.0}
 
@@ -101,6 +136,9 @@ def test_what_is_not_finite_is_told(clock: Clock) -> None:
 
 def test_speed_leaves_out_the_first_step_and_pauses(clock: Clock) -> None:
     meter, run = make_meter(), make_run()
+    clock.now += 100
+    with meter.pause():
+        clock.now += 10
     # building and the first step, which compiles
     clock.now += 1000
     meter.add(make_result(1.0))
@@ -109,7 +147,7 @@ def test_speed_leaves_out_the_first_step_and_pauses(clock: Clock) -> None:
         meter.add(make_result(1.0))
     with meter.pause():
         clock.now += 50
-    record = meter.read(5)
+    record = meter.read(meter.cut(5))
     assert record["seconds_per_step"] == pytest.approx(2)
     assert record["tokens_per_second"] == pytest.approx(4 * 16 / 2)
     used = flops.training_flops(run.model, seq_len=16, batch_size=4, causal_half=True)
@@ -121,7 +159,74 @@ def test_speed_leaves_out_the_first_step_and_pauses(clock: Clock) -> None:
     for _ in range(2):
         clock.now += 5
         meter.add(make_result(1.0))
-    assert meter.read(7)["seconds_per_step"] == pytest.approx(5)
+    assert meter.read(meter.cut(7))["seconds_per_step"] == pytest.approx(5)
+
+
+def test_what_is_cut_does_not_change_until_it_is_read(clock: Clock) -> None:
+    meter = make_meter()
+    for total in (1.0, 2.0, 6.0):
+        meter.add(make_result(total))
+        clock.now += 2
+    reading = meter.cut(3)
+    clock.now += 7
+    meter.add(make_result(50.0))
+    with meter.pause():
+        clock.now += 100
+    later = meter.cut(4)
+    first, second = meter.read(reading), meter.read(later)
+    assert (first["loss"], first["tokens"]) == (3.0, 3 * 4 * 16)
+    # three steps' time over the two that are counted
+    assert first["seconds_per_step"] == pytest.approx(3)
+    assert (second["loss"], second["tokens"]) == (50.0, 4 * 4 * 16)
+    assert second["seconds_per_step"] == pytest.approx(7)
+
+
+def test_a_gpu_is_not_waited_for_until_a_reading(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(clock)
+    monkeypatch.setattr(torch.cuda, "Event", device.make_event_class())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12345)
+    began = clock.now
+    meter = Meter(make_run(), World(0, 1, torch.device("cuda")))
+    # the first step compiles; each takes the device longer than the host
+    for seconds in (1000, 2, 2):
+        clock.now += 0.1
+        device.work(seconds)
+        meter.add(make_result(1.0))
+    # validation, which the device begins when it is done with the steps
+    with meter.pause():
+        device.work(50)
+        clock.now = device.free_at
+    clock.now += 0.1
+    device.work(5)
+    meter.add(make_result(3.0))
+    reading = meter.cut(4)
+    assert device.num_waits == 0
+    device.work(6)
+    meter.add(make_result(7.0))
+    record = meter.read(reading)
+    # the next step is still under way
+    assert device.num_waits == 1
+    assert clock.now == device.free_at - 6
+    assert record["loss"] == 1.5
+    assert record["memory_bytes"] == 12345
+    assert record["seconds_per_step"] == pytest.approx((2 + 2 + 0.1 + 5) / 3)
+    assert record["share_of_peak"] == pytest.approx(record["flops_per_second"] / 989e12)
+    # written while the device computes: no time is lost
+    clock.now += 3
+    device.work(4)
+    meter.add(make_result(9.0))
+    assert meter.read(meter.cut(6))["seconds_per_step"] == pytest.approx(5)
+    assert clock.now - began == pytest.approx(0.1 + 1000 + 2 + 2 + 50 + 0.1 + 5 + 6 + 4)
+
+
+@pytest.mark.parametrize("name", ["total_loss", "grad_norm", "weights"])
+def test_what_must_be_finite(name: str) -> None:
+    check_finite({"total_loss": 1.0, "grad_norm": 2.0, "elsewhere": math.nan}, 7)
+    with pytest.raises(ValueError, match=f"diverged: {name} stopped being finite by step 7; "):
+        check_finite({"total_loss": 1.0, name: math.inf}, 7)
 
 
 def test_a_first_step_alone_has_no_speed(clock: Clock) -> None:
@@ -129,19 +234,19 @@ def test_a_first_step_alone_has_no_speed(clock: Clock) -> None:
     clock.now += 1000
     meter.add(make_result(1.0))
     clock.now += 1e-6
-    record = meter.read(1)
+    record = meter.read(meter.cut(1))
     assert record["loss"] == 1.0
     assert [record[name] for name in SPEEDS] == [None] * 4
     clock.now += 4
     meter.add(make_result(1.0))
-    assert meter.read(2)["seconds_per_step"] == pytest.approx(4)
+    assert meter.read(meter.cut(2))["seconds_per_step"] == pytest.approx(4)
 
 
 def test_compute_is_counted_from_the_beginning_of_the_run(clock: Clock) -> None:
     """A resumed run's first reading counts what was spent before."""
     meter, run = make_meter(), make_run()
     meter.add(make_result(1.0))
-    record = meter.read(1001)
+    record = meter.read(meter.cut(1001))
     assert record["tokens"] == 1001 * 4 * 16
     assert record["flops"] == 1001 * flops.training_flops(run.model, seq_len=16, batch_size=4)
     # models are compared by every (query, key) pair, a device by those that causality allows
@@ -149,7 +254,8 @@ def test_compute_is_counted_from_the_beginning_of_the_run(clock: Clock) -> None:
 
 
 def test_the_share_is_of_all_the_gpus_peaks(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(World, "average", lambda self, values: values)
+    # four processes that have seen the same
+    monkeypatch.setattr(module.dist, "all_reduce", lambda values: values.mul_(4))
     shares = []
     for size in (1, 4):
         meter = make_meter(size=size)
@@ -157,7 +263,9 @@ def test_the_share_is_of_all_the_gpus_peaks(clock: Clock, monkeypatch: pytest.Mo
         for _ in range(2):
             clock.now += 2
             meter.add(make_result(1.0))
-        shares.append(meter.read(2)["share_of_peak"])
+        record = meter.read(meter.cut(2))
+        assert record["loss"] == 1.0
+        shares.append(record["share_of_peak"])
     used = flops.training_flops(make_run().model, seq_len=16, batch_size=4, causal_half=True)
     assert shares == pytest.approx([used / 2 / 1e6, used / 2 / 4e6])
 

@@ -1,10 +1,11 @@
 """One training step against the same step written out, and losses that fall."""
 
 import copy
+import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from depthmix.nn import Transformer
 from depthmix.train.loss import IGNORE, language_model_loss, routing_loss
@@ -138,6 +139,63 @@ def test_clipping_bounds_the_update_and_tells_the_norm() -> None:
     assert norms[0] == pytest.approx(norms[1])
     assert updates[0] == pytest.approx(norms[0], rel=1e-4)
     assert updates[1] == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("clip", [0.05, 1e9])
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_optimiser_gets_the_clipped_gradient(fused: bool, clip: float) -> None:
+    model = make_model("mod", dtype=torch.float32)
+    # without a memory, the optimiser's mean of the gradients is the last one
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.0, 0.9), fused=fused)
+    step, places, norms = TrainStep(model, optimizer, clip=clip), set(), []
+    for seed in range(3):
+        twin = copy.deepcopy(model)
+        compute_loss(twin, *make_batch(model, seed)).total.backward()
+        norms.append(nn.utils.clip_grad_norm_(twin.parameters(), clip).item())
+        found = step(*make_batch(model, seed)).grad_norm
+        assert found is not None
+        assert found.item() == pytest.approx(norms[-1])
+        for p, expected in zip(model.parameters(), twin.parameters(), strict=True):
+            assert (expected.grad is None) == (p not in optimizer.state)
+            if expected.grad is not None:
+                torch.testing.assert_close(optimizer.state[p]["exp_avg"], expected.grad)
+        if step.divisor is not None:
+            assert step.divisor.item() == pytest.approx(max(1, norms[-1] / clip))
+            places.add(step.divisor.data_ptr())
+        # nobody else's step is to be scaled
+        assert not hasattr(optimizer, "grad_scale")
+    # else a divisor from an earlier step would do
+    assert max(norms) > 1.1 * min(norms) > 0.055
+    # a recorded step finds it by its place
+    assert len(places) == fused
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("fused", [True, False])
+def test_clipping_hides_nothing_that_is_not_finite(fused: bool, value: float) -> None:
+    model = make_model("mod", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    step = TrainStep(model, optimizer, clip=1.0)
+    model.norm.weight.register_hook(lambda grad: grad.fill_(value))
+    norm = step(*make_batch(model)).grad_norm
+    assert norm is not None
+    assert not norm.isfinite()
+    assert model.norm.weight.isnan().all()
+
+
+def test_one_optimiser_that_is_not_fused_keeps_all_from_it() -> None:
+    """Muon cannot divide: the gradients themselves are clipped, for both alike."""
+    model = make_model("mod", dtype=torch.float32)
+    params = list(model.parameters())
+    optimizers = [
+        torch.optim.SGD(params[i::2], lr=1.0, fused=fused) for i, fused in enumerate((True, False))
+    ]
+    step = TrainStep(model, optimizers, clip=0.01)
+    before = torch.cat([p.detach().flatten() for p in params])
+    step(*make_batch(model))
+    after = torch.cat([p.detach().flatten() for p in params])
+    assert step.divisor is None
+    assert (after - before).norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
 def test_several_optimisers_share_a_step() -> None:

@@ -143,6 +143,10 @@ class PagedLayer:
                 offered, asking = source.positions[0, new], place.positions[0, here]
                 visible = (torch.searchsorted(offered, asking, right=True) + length).tolist()
             self.uses[number] = LayerUse(num_queries, num_keys, sum(visible))
+            if own and length == 0:
+                # nothing lies before: what was just written need not be read again
+                mixed.append(attend(query[:, here], key[:, new], value[:, new], None))
+                continue
             mixed.append(self._read(row, length + num_keys, query[:, here], visible))
         if not mixed:
             # decoupled routing: every token here offers its keys and asks for nothing
@@ -183,8 +187,6 @@ class PagedLayer:
         )
         mask = None
         if query.shape[1] > 1 or next(iter(visible)) < length:
-            if isinstance(visible, range) and len(visible) == length:
-                return attend(query, key_1GSH.transpose(1, 2), value_1GSH.transpose(1, 2), None)
             slots = torch.arange(length, device=query.device)
             mask = slots < torch.tensor(list(visible), device=query.device)[:, None]
         grouped = query.shape[2] != key_1GSH.shape[1]

@@ -7,7 +7,7 @@ is how it is tested. Knows nothing of requests or of sampling, beyond the best t
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -30,6 +30,17 @@ class Outputs(NamedTuple):
     """For the host, in one piece: the best token, then for each routed block who went through it,
     under decoupled routing then who was stored, and last for each block with experts how many of
     them computed a token."""
+
+
+@runtime_checkable
+class SingleKernel(Protocol):
+    """`kernels.decode.DecodeStep`, which needs Triton."""
+
+    taken: Int[Tensor, " R"]
+
+    def __call__(
+        self, token: Tensor, position: Tensor, table: Tensor, lengths: Tensor
+    ) -> Float[Tensor, " V"]: ...
 
 
 class StaticLayer:
@@ -152,20 +163,20 @@ class DecodeStep:
 
     def _record(self) -> None:
         """Capture the step; what runs before changes nothing that anybody reads."""
-        kept, lengths = self.inputs.clone(), self.cache.lengths.clone()
-        self.present.fill_(-1)
+        inputs, lengths = self.inputs.clone(), self.cache.lengths.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with self._compiled():
             with torch.cuda.stream(side):
                 for _ in range(WARMUP_STEPS):
+                    # each time the same place, which the first real step writes again
                     self._step()
+                    self.inputs.copy_(inputs)
+                    self.cache.lengths.copy_(lengths)
             torch.cuda.current_stream().wait_stream(side)
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.outputs = self._step()
-        self.inputs.copy_(kept)
-        self.cache.lengths.copy_(lengths)
 
     @contextmanager
     def _compiled(self) -> Iterator[None]:
@@ -181,3 +192,22 @@ class DecodeStep:
             # prompts have as many shapes as lengths: they run as they are
             for layer in self.model.layers:
                 layer._compiled_call_impl = None
+
+
+class SingleStep(DecodeStep):
+    """The same for one row of the cache, by one kernel that does it all."""
+
+    def __init__(
+        self, model: Transformer, cache: PagedCache, kernel: SingleKernel, row: int
+    ) -> None:
+        super().__init__(model, cache, None, 1)
+        self.kernel, self.row = kernel, row
+
+    def _step(self) -> Outputs:
+        tables, lengths = self.cache.tables[:, self.row], self.cache.lengths[:, self.row]
+        logits_V = self.kernel(self.tokens, self.positions, tables, lengths)
+        best = logits_V.argmax(dim=0, keepdim=True)
+        self.tokens.copy_(best)
+        self.positions.add_(1)
+        told = torch.cat([best, self.kernel.taken.long()])
+        return Outputs(logits_V[None], told[:, None])

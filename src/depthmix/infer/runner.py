@@ -6,6 +6,7 @@ go through a recorded step. Knows nothing of requests or of sampling.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from operator import mul
 from typing import NamedTuple
 
@@ -13,11 +14,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthmix.config import ModelConfig
 from depthmix.infer.cache import PagedCache, Span, StepCache
-from depthmix.infer.decode import DecodeStep
+from depthmix.infer.decode import DecodeStep, SingleKernel, SingleStep
 from depthmix.infer.depth import Usage
 from depthmix.infer.pages import Pages
 from depthmix.infer.scheduler import Chunk
+from depthmix.kernels import HAS_TRITON
 from depthmix.nn import Transformer
 from depthmix.nn.transformer import Hidden
 
@@ -59,17 +62,20 @@ class Runner:
         # where each routed block is in a recorded step's report of who was stored
         first = 1 + (self.num_routed if config.routing.kv_capacity is not None else 0)
         self.stored_line = {layer: first + i for i, layer in enumerate(config.routed_layers)}
-        self.steps: dict[int, DecodeStep] = {}
+        self.steps: dict[tuple[int, int], DecodeStep] = {}
+        """By batch size; of one row, by its number too."""
+        self._single: SingleKernel | None = None
         # what the device's own input and lengths are, so that only news is sent
-        self._waiting: tuple[int, list[int], list[int], list[int]] | None = None
+        self._waiting: tuple[tuple[int, int], list[int], list[int], list[int]] | None = None
 
     def run(self, works: Sequence[Work]) -> list[Done]:
         """Compute these chunks, together."""
         self.cache.follow(self.pages.drain_changes())
         if not self.record:
             return self._run_prompts(works)
-        single = [work for work in works if work.chunk.samples and work.chunk.count == 1]
-        rest = [work for work in works if not (work.chunk.samples and work.chunk.count == 1)]
+        # also tokens that are computed again, so that they come out the same to the last bit
+        single = [work for work in works if work.chunk.count == 1]
+        rest = [work for work in works if work.chunk.count > 1]
         done: dict[int, Done] = {}
         for part, compute in ((single, self._decode), (rest, self._run_prompts)):
             if part:
@@ -107,20 +113,38 @@ class Runner:
     def _decode(self, works: Sequence[Work]) -> list[Done]:
         """One token of each sequence, in a recorded step."""
         size = min(1 << (len(works) - 1).bit_length(), self.pages.num_rows)
-        step = self.steps.get(size)
+        alone = size == 1 and self.can_fuse
+        kind = (size, works[0].chunk.row if alone else 0)
+        step = self.steps.get(kind)
         if step is None:
-            step = DecodeStep(self.model, self.cache, self.selector, size, compile=self.compile)
-            self.steps[size] = step
+            step = self.steps[kind] = self._make_step(size, works[0].chunk.row if alone else None)
         tokens = [work.tokens[0] for work in works]
         positions, rows = [w.chunk.start for w in works], [w.chunk.row for w in works]
-        if self._waiting is None:
+        # if this step fails, nobody knows what the device holds
+        waiting, self._waiting = self._waiting, None
+        if waiting is None or waiting[2:] != (positions, rows):
             self.cache.send_lengths()
-        if self._waiting != (size, tokens, positions, rows):
+        if waiting != (kind, tokens, positions, rows):
             step.send(tokens, positions, rows)
         outputs = step.run()
         told = outputs.told.tolist()
-        self._waiting = (size, told[0][: len(works)], [p + 1 for p in positions], rows)
+        self._waiting = (kind, told[0][: len(works)], [p + 1 for p in positions], rows)
         return [self._tell(work, place, outputs.logits, told) for place, work in enumerate(works)]
+
+    @cached_property
+    def can_fuse(self) -> bool:
+        """Whether a sequence that is alone can be decoded by one kernel."""
+        return self.device.type == "cuda" and HAS_TRITON and not find_obstacle(self.model.config)
+
+    def _make_step(self, size: int, row: int | None) -> DecodeStep:
+        if row is None:
+            return DecodeStep(self.model, self.cache, self.selector, size, compile=self.compile)
+        if self._single is None:
+            from depthmix.infer.single import make_single_step
+
+            pages = (self.cache.key.transpose(0, 1), self.cache.value.transpose(0, 1))
+            self._single = make_single_step(self.model, self.selector, *pages)
+        return SingleStep(self.model, self.cache, self._single, row)
 
     def _tell(self, work: Work, place: int, logits: Tensor, told: list[list[int]]) -> Done:
         """What the device reported about one token."""
@@ -147,7 +171,8 @@ class Runner:
             num_pairs=sum(map(mul, queries, lengths)) + num_visits,
             num_expert_pairs=sum(column[-num_expert_lines:]) if num_expert_lines else 0,
         )
-        return Done(logits[place], column[0], stored, used, [path])
+        asked = (logits[place], column[0]) if work.chunk.samples else (None, None)
+        return Done(*asked, stored, used, [path])
 
     def _add_up(self, step: StepCache, number: int, num_expert_pairs: int) -> Usage:
         """One span's use over all layers."""
@@ -174,6 +199,18 @@ class Runner:
             parts = counts.split([use.num_queries for use in uses])
             found = [total + int(part.sum()) for total, part in zip(found, parts, strict=True)]
         return found
+
+
+def find_obstacle(config: ModelConfig) -> str | None:
+    """Why this model cannot be decoded by one kernel, or None where it can."""
+    head_width = config.shape.head_width
+    if config.expert_layers:
+        return "its blocks have experts"
+    if config.routing.kv_capacity is not None:
+        return "it routes keys and values apart from queries"
+    if head_width < 16 or head_width & (head_width - 1):
+        return f"its head width is {head_width}, not a power of two from 16 on"
+    return None
 
 
 def _read_paths(hidden: Hidden, num_tokens: int) -> list[tuple[bool, ...]]:

@@ -203,8 +203,8 @@ def draw_gumbel(
     the device's own, far below what could change the largest sum.
     """
     key_B = _mix(_mix(seed) + step)
-    # Ids are added before anything is multiplied: torch.compile takes a range times a constant for
-    # an address, computes it in too few bits, and gives wrong tokens or worse (torch 2.13).
+    # Ids are added before anything is multiplied: compiled by inductor (torch 2.13), a range times
+    # a constant this large gave wrong noise, or broke memory.
     bits_BV = _mix((key_B[:, None] + ids) * _GOLDEN)
     # 52 bits and a half: exact in float64, and neither 0 nor 1, whose noise would be infinite
     uniform_BV = (_shift_right(bits_BV, 12).double() + 0.5) * 2.0**-52

@@ -191,6 +191,7 @@ class Scheduler:
         Whoever finds no room ends the plan: if others went on, they could keep it from ever
         getting any.
         """
+        # those planned below are older than whoever asks next
         planned = {chunk.key for chunk in chunks}
         for sequence in prefills:
             if sequence.row is None:
@@ -202,7 +203,6 @@ class Scheduler:
             if not count:
                 return
             chunks.append(self._make_chunk(sequence, sequence.row, count))
-            planned.add(sequence.key)
             num_left -= count
         while self._waiting and self._free_rows:
             sequence, row = self._waiting[0], self._free_rows[0]
@@ -259,8 +259,6 @@ class Scheduler:
         assert sequence.row is not None
         num_owned = sum(map(len, self.pages.tables[sequence.row]))
         num_needed = num_owned + self.pages.count_missing(sequence.row, 1)
-        # never more than there are: all of them are free when nobody runs
-        num_needed = min(num_needed, self.pages.num_pages)
         sequence.num_needed = max(sequence.num_needed, num_needed)
         self._stop(sequence)
         insort(self._waiting, sequence, key=_get_arrival)

@@ -33,7 +33,7 @@ def _append(
     page_token,
     most_pages,
     num_heads,
-    head_width,
+    head_width: tl.constexpr,
     page_size: tl.constexpr,
     block_heads: tl.constexpr,
     block_width: tl.constexpr,
@@ -73,7 +73,7 @@ def _attend(
     page_token,
     most_pages,
     num_groups,
-    head_width,
+    head_width: tl.constexpr,
     scale,
     num_parts: tl.constexpr,
     heads_each: tl.constexpr,
@@ -111,8 +111,7 @@ def _attend(
         + column[None, :],
         mask=here[:, None] & inside[None, :],
         other=0.0,
-    ).to(tl.float32)
-    q = q * scale
+    )
     top = tl.full((block_heads,), float("-inf"), tl.float32)
     weight = tl.zeros((block_heads,), tl.float32)
     sums = tl.zeros((block_heads, block_width), tl.float32)
@@ -125,9 +124,10 @@ def _attend(
         k = tl.load(key_pages + at[:, None] + column[None, :], mask=mask, other=0.0)
         v = tl.load(value_pages + at[:, None] + column[None, :], mask=mask, other=0.0)
         if block_heads == 1:
-            score = tl.sum(k.to(tl.float32) * q, axis=1)[None, :]
+            score = tl.sum(k.to(tl.float32) * q.to(tl.float32), axis=1)[None, :]
         else:
-            score = tl.dot(q, tl.trans(k.to(tl.float32)), input_precision="ieee")
+            score = tl.dot(q.to(k.dtype), tl.trans(k), input_precision="ieee")
+        score *= scale
         score = tl.where(real[None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, axis=1))
         share = tl.exp(score - new_top[:, None])
@@ -135,7 +135,7 @@ def _attend(
         if block_heads == 1:
             added = tl.sum(tl.trans(share) * v.to(tl.float32), axis=0)[None, :]
         else:
-            added = tl.dot(share, v.to(tl.float32), input_precision="ieee")
+            added = tl.dot(share.to(v.dtype), v, input_precision="ieee")
         sums = sums * shrink[:, None] + added
         weight = weight * shrink + tl.sum(share, axis=1)
         top = new_top
@@ -150,7 +150,7 @@ def _combine(
     largest,
     total,
     out,
-    head_width,
+    head_width: tl.constexpr,
     num_parts: tl.constexpr,
     block_parts: tl.constexpr,
     block_width: tl.constexpr,
@@ -197,7 +197,8 @@ def attend_pages(
     assert key_pages.stride(3) == query.stride(2) == key.stride(2) == value.stride(2) == 1
     page_strides = key_pages.stride()[:3]
     page_strides = (page_strides[0], page_strides[1], page_strides[2])
-    block_width = triton.next_power_of_2(head_width)
+    # a matrix product takes no less than 16
+    block_width = max(16, triton.next_power_of_2(head_width))
     page_size, most_pages = key_pages.shape[2], table.shape[1]
     _append[(num_keys,)](
         key,

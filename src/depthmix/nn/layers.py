@@ -18,7 +18,10 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def normalize_rms(x: Float[Tensor, "... D"], eps: float) -> Float[Tensor, "... D"]:
     """Divide by the root mean square over the last dimension, in float32 or wider."""
-    return at_least_float32(x) * invert_rms(x, eps)
+    if torch.compiler.is_compiling():
+        # inductor fuses this with what stands around it; else one kernel is better than six
+        return at_least_float32(x) * invert_rms(x, eps)
+    return F.rms_norm(at_least_float32(x), x.shape[-1:], eps=eps)
 
 
 def invert_rms(x: Float[Tensor, "... D"], eps: float) -> Float[Tensor, "... 1"]:
@@ -35,6 +38,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... D"]:
+        if x.dtype == self.weight.dtype and not torch.compiler.is_compiling():
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps).to(x.dtype)
         return (normalize_rms(x, self.eps) * self.weight).to(x.dtype)
 
 

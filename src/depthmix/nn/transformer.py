@@ -205,7 +205,8 @@ class Transformer(nn.Module):
         config = self.config
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens must be (batch, tokens), not {tuple(tokens.shape)}")
-        if tokens.shape[1] > config.max_seq_len:
+        # a cache knows its own room, and may hold many sequences in one row
+        if cache is None and tokens.shape[1] > config.max_seq_len:
             raise ValueError(
                 f"{tokens.shape[1]} tokens are more than max_seq_len = {config.max_seq_len}: "
                 f"give fewer, or override max_seq_len"

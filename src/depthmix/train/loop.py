@@ -6,6 +6,7 @@ Owns the order of things. What each of them is lies in a module of its own.
 import math
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ from depthmix.train import parallel
 from depthmix.train.evaluate import TokenBatch, bits_per_byte, validate
 from depthmix.train.interrupt import Interrupt
 from depthmix.train.log import Logger, SilentLogger
-from depthmix.train.meter import Meter
+from depthmix.train.meter import Meter, Reading, check_finite
 from depthmix.train.optim import make_optimizers, set_rates
 from depthmix.train.parallel import World
 from depthmix.train.step import Root, TrainStep
@@ -102,6 +103,11 @@ class Trainer:
             root=self.root,
         )
         self.meter = Meter(run, world)
+        # a GPU computes while the host writes; a CPU's numbers would only be a step late
+        self.log_later = device.type == "cuda"
+        self.pending: tuple[Reading, dict[str, Any]] | None = None
+        """A line of metrics that is not written yet, with what the meter does not know of it."""
+        self.shown: dict[str, Any] = {}
         self.num_done = 0
         """Steps done, by this process or before it."""
         self.loss: float | None = None
@@ -150,36 +156,36 @@ class Trainer:
                 description=self.folder.path.name,
             )
             self.write_status("running")
-        saved_at, shown = time.monotonic(), {}
-        with logger, Interrupt() as interrupt, prefetch(self.loader) as batches:
+        saved_at = time.monotonic()
+        with logger, Interrupt() as interrupt, prefetch(self.loader) as batches, ExitStack() as end:
+            # whatever ends it, what was measured before is told
+            end.callback(self._log_pending, logger)
             while step < num_steps:
                 rate = set_rates(self.optimizers, recipe, step, num_steps)
                 meter.add(self.step(*self._move(batches.next())))
+                # now that the device has work to do
+                self._log_pending(logger)
                 step += 1
                 self.num_done = step
                 if step % recipe.log_every == 0 or step == num_steps:
-                    record = meter.read(step)
-                    self._check_finite(record, step)
-                    self.loss = record["loss"]
-                    record |= self._translate(record["loss"])
                     # not the loader's own position, which is ahead of the training
                     epoch = step * recipe.batch_size // self.loader.num_rows_per_epoch
-                    extra = {"learning_rate": rate, "epoch": epoch}
-                    logger.log({"step": step, "kind": "train", **record, **extra})
-                    shown = _choose_shown(record, num_steps * meter.flops_per_step)
-                if shown:
-                    logger.show(step, shown)
+                    self.pending = meter.cut(step), {"learning_rate": rate, "epoch": epoch}
+                    if step == num_steps or not self.log_later:
+                        self._log_pending(logger)
+                if self.shown:
+                    logger.show(step, self.shown)
                 if step % val_every == 0 or step == num_steps:
-                    with meter.pause():
+                    with self._pause(logger):
                         self.val = self._validate(logger, step)
                 every, minutes = recipe.checkpoint_every, (time.monotonic() - saved_at) / 60
                 wish = step % every == 0 if every else minutes > recipe.checkpoint_minutes
                 save, stop = world.agree(wish, interrupt.signal is not None)
                 if save or stop or step == num_steps:
-                    with meter.pause():
+                    with self._pause(logger):
                         if step % recipe.log_every and step != num_steps:
                             # nothing that is not finite may be saved
-                            self._check_finite(meter.peek(), step)
+                            check_finite(meter.peek(), step)
                         self._save(step, batches.state_dict())
                     saved_at = time.monotonic()
                 self.checkpoints.poll()
@@ -196,10 +202,25 @@ class Trainer:
             told = {"step": self.num_done, "num_steps": self.num_steps, "loss": self.loss}
             self.folder.write_status(state, **told, reason=reason)
 
-    def _translate(self, loss: float) -> dict[str, float | None]:
-        """A loss in other units; perplexity as far as a number can hold it."""
-        per_byte = bits_per_byte(loss, self.corpus.bytes_per_token)
-        return {"perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": per_byte}
+    @contextmanager
+    def _pause(self, logger: Logger | SilentLogger) -> Iterator[None]:
+        """Do something else than steps, when all that is known of them is written."""
+        self._log_pending(logger)
+        with self.meter.pause():
+            yield
+
+    def _log_pending(self, logger: Logger | SilentLogger) -> None:
+        if self.pending is None:
+            return
+        (reading, extra), self.pending = self.pending, None
+        record = self.meter.read(reading)
+        check_finite(record, reading.step)
+        self.loss = loss = record["loss"]
+        # as far as a number can hold it
+        record["perplexity"] = math.exp(min(loss, 700.0))
+        record["bits_per_byte"] = bits_per_byte(loss, self.corpus.bytes_per_token)
+        logger.log({"step": reading.step, "kind": "train", **record, **extra})
+        self.shown = _choose_shown(record, self.num_steps * self.meter.flops_per_step)
 
     def _move(self, batch: Batch) -> TokenBatch:
         """A batch as tensors on this process's device."""
@@ -261,18 +282,8 @@ class Trainer:
         tensors = collect_tensors(self.model, self.optimizers)
         # the loss is that before the update, which may have gone too far
         (broken,) = self.world.agree(not math.isfinite(find_largest(tensors)))
-        self._check_finite({"weights": math.nan if broken else 0.0}, step)
+        check_finite({"weights": math.nan if broken else 0.0}, step)
         self.checkpoints.save(step, tensors, state, score=score)
-
-    def _check_finite(self, record: dict[str, Any], step: int) -> None:
-        names = ("total_loss", "grad_norm", "weights")
-        broken = [name for name in names if not math.isfinite(record.get(name, 0.0))]
-        if broken:
-            raise ValueError(
-                f"training diverged: {' and '.join(broken)} stopped being finite by step {step}; "
-                f"earlier checkpoints are intact: start again with a lower train.learning_rate or "
-                f"a longer train.warmup"
-            )
 
 
 def _choose_shown(record: dict[str, Any], budget: int | float) -> dict[str, Any]:

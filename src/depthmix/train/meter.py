@@ -1,16 +1,19 @@
 """What a step's numbers become: means over steps, speed, compute spent, share of the GPU's peak.
 
-Reads the device only when asked, so that a step never waits for a number. Knows nothing of files.
+Reads the device only when asked, so that a step never waits for a number; and what is cut off at a
+step can be read when the next one is under way. Knows nothing of files.
 """
 
+import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from depthmix import flops
 from depthmix.recipe import RunConfig
@@ -34,6 +37,23 @@ PEAK_FLOPS = {
 }
 
 
+# the host's clock, or a place in the device's queue: there the host is ahead of the steps
+Moment = float | torch.cuda.Event
+
+
+class Reading(NamedTuple):
+    """The steps between two lines of metrics, before anybody waits for them."""
+
+    step: int
+    names: list[str]
+    sums: torch.Tensor
+    """On their way to the CPU: there when the last moment of `spans` has come."""
+    count: int
+    spans: list[tuple[Moment, Moment]]
+    """When steps were taken, from and to."""
+    num_timed: int
+
+
 class Meter:
     """Collects the steps between two lines of metrics."""
 
@@ -47,8 +67,8 @@ class Meter:
         self._names: list[str] = []
         self._sums: torch.Tensor | None = None
         self._count, self._num_timed = 0, -1
-        self._paused = 0.0
-        self._since = time.perf_counter()
+        self._spans: list[tuple[Moment, Moment]] = []
+        self._since = self._mark()
 
     def add(self, result: StepLoss) -> None:
         """Take in a step's numbers; they stay on the device."""
@@ -64,17 +84,14 @@ class Meter:
         self._num_timed += 1
         if self._num_timed == 0:
             # the first step compiles and allocates: it says nothing about the next ones
-            self._synchronize()
-            self._since = time.perf_counter()
+            self._spans, self._since = [], self._mark()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Leave out time that is not spent on steps."""
-        # those that are still under way on the device are
-        self._synchronize()
-        began = time.perf_counter()
+        self._spans.append((self._since, self._mark()))
         yield
-        self._paused += time.perf_counter() - began
+        self._since = self._mark()
 
     def state_dict(self) -> dict[str, Any]:
         """Sums since the last reading, over all processes, as plain data."""
@@ -89,9 +106,12 @@ class Meter:
             self._names, self._count = state["names"], state["count"]
             self._sums = torch.tensor(state["sums"], device=self.world.device)
 
-    def _synchronize(self) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
+    def _mark(self) -> Moment:
+        if self.world.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def peek(self) -> dict[str, float]:
         """Means since the last reading, over all processes; waits for the device."""
@@ -99,33 +119,73 @@ class Meter:
         sums = self.world.average(self._sums).tolist()
         return {n: total / self._count for n, total in zip(self._names, sums, strict=True)}
 
-    def read(self, step: int) -> dict[str, Any]:
-        """`peek` with speed and compute; begins anew."""
-        means = self.peek()
-        record = {
+    def cut(self, step: int) -> Reading:
+        """What `step` and those before it measured, to be read later; begins anew. Never waits."""
+        assert self._sums is not None
+        sums = self._sums.double()
+        if self.world.size > 1:
+            # where the numbers are, and not when they are read: then, another process may be gone
+            dist.all_reduce(sums)
+            sums /= self.world.size
+        # into memory that the device can write to by itself
+        on_cpu = torch.empty_like(sums, device="cpu", pin_memory=sums.is_cuda)
+        on_cpu.copy_(sums, non_blocking=True)
+        now = self._mark()
+        spans = [*self._spans, (self._since, now)]
+        reading = Reading(step, self._names, on_cpu, self._count, spans, self._num_timed)
+        self._sums, self._count, self._num_timed = None, 0, 0
+        self._spans, self._since = [], now
+        return reading
+
+    def read(self, reading: Reading) -> dict[str, Any]:
+        """Means over all processes, speed and compute; waits for the device to have come so far."""
+        _, end = reading.spans[-1]
+        if isinstance(end, torch.cuda.Event):
+            end.synchronize()
+        sums = reading.sums.tolist()
+        means = {n: total / reading.count for n, total in zip(reading.names, sums, strict=True)}
+        return {
             **means,
             "time": time.time(),
-            "tokens": step * self.run.tokens_per_step,
-            "flops": step * self.flops_per_step,
-            **self._tell_speed(),
+            "tokens": reading.step * self.run.tokens_per_step,
+            "flops": reading.step * self.flops_per_step,
+            **self._tell_speed(reading),
             "memory_bytes": measure_memory(self.world.device),
         }
-        self._sums, self._count, self._num_timed, self._paused = None, 0, 0, 0.0
-        self._since = time.perf_counter()
-        return record
 
-    def _tell_speed(self) -> dict[str, float | None]:
+    def _tell_speed(self, reading: Reading) -> dict[str, float | None]:
         names = ("tokens_per_second", "flops_per_second", "share_of_peak", "seconds_per_step")
-        if self._num_timed < 1:
+        if reading.num_timed < 1:
             # only the first step so far, which is not timed
             return dict.fromkeys(names)
-        seconds = (time.perf_counter() - self._since - self._paused) / self._num_timed
+        seconds = sum(measure_seconds(*span) for span in reading.spans) / reading.num_timed
         seconds = max(seconds, 1e-9)
         speed = self.used_per_step / seconds
         share = speed / (self.peak * self.world.size) if self.peak else None
         return dict(
             zip(names, (self.run.tokens_per_step / seconds, speed, share, seconds), strict=True)
         )
+
+
+def check_finite(record: Mapping[str, Any], step: int) -> None:
+    """Refuse to go on with a loss, a gradient or weights that are not finite."""
+    names = ("total_loss", "grad_norm", "weights")
+    broken = [name for name in names if not math.isfinite(record.get(name, 0.0))]
+    if broken:
+        raise ValueError(
+            f"training diverged: {' and '.join(broken)} stopped being finite by step {step}; "
+            f"earlier checkpoints are intact: start again with a lower train.learning_rate or "
+            f"a longer train.warmup"
+        )
+
+
+def measure_seconds(begin: Moment, end: Moment) -> float:
+    """Seconds between two moments of one kind that have both come."""
+    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        return begin.elapsed_time(end) / 1e3
+    assert isinstance(begin, float)
+    assert isinstance(end, float)
+    return end - begin
 
 
 def find_peak(device: torch.device) -> float | None:

@@ -84,6 +84,11 @@ class TrainStep:
         self.model, self.precision = model, precision
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.clip, self.accumulate = clip, accumulate
+        # a fused optimiser divides the gradient as it reads it, which saves a pass over memory; one
+        # tensor for good, since a recorded step finds it by its place
+        fused = all(g.get("fused") for o in self.optimizers for g in o.param_groups)
+        device = model.embedding.weight.device
+        self.divisor = torch.ones((), device=device) if clip > 0 and fused else None
         self.root: Callable[..., StepLoss] = root or Root(model)
         if compile:
             self.root = torch.compile(self.root, fullgraph=True)
@@ -111,9 +116,12 @@ class TrainStep:
             for i in range(self.accumulate)
         ]
         result = results[0] if len(results) == 1 else tree_map(_average, *results)
-        norm = clip_gradients(self.model, self.clip) if self.clip > 0 else None
+        norm = clip_gradients(self.model, self.clip, self.divisor) if self.clip > 0 else None
         for optimizer in self.optimizers:
+            # where torch's fused optimisers look for it; no other of their steps is to see it
+            optimizer.grad_scale = self.divisor  # pyrefly: ignore[missing-attribute]
             optimizer.step()
+            del optimizer.grad_scale  # pyrefly: ignore[missing-attribute]
             optimizer.zero_grad(set_to_none=True)
         return StepLoss(result.total, result.routing, norm)
 
@@ -164,13 +172,22 @@ class Recording(NamedTuple):
         return self.result
 
 
-def clip_gradients(model: nn.Module, largest: float) -> Float[Tensor, ""]:
-    """Scale the gradient down to a norm of at most `largest`; its norm before."""
+def clip_gradients(
+    model: nn.Module, largest: float, divisor: Float[Tensor, ""] | None = None
+) -> Float[Tensor, ""]:
+    """Scale the gradient down to a norm of at most `largest`; its norm before.
+
+    Given a `divisor`, the gradient stays, and this becomes what to divide it by.
+    """
     params = [p for p in model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], foreach=True)
-    nn.utils.clip_grads_with_norm_(params, largest, norm, foreach=True)
+    if divisor is None:
+        nn.utils.clip_grads_with_norm_(params, largest, norm, foreach=True)
     # of a sharded model every rank has a part of the sum
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    if divisor is not None:
+        divisor.copy_(norm / largest).clamp_(min=1)
+    return norm
 
 
 def _average(*values: Tensor | None) -> Tensor | None:

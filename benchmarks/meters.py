@@ -1,0 +1,102 @@
+"""What a repeated step costs: its time, its energy, its kernels."""
+
+import ctypes
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+WARM_STEPS = 20
+ENERGY_SECONDS = 2.0
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def time_steps(step: Callable[[], object], device: str, num_steps: int) -> list[float]:
+    """Microseconds of each of `num_steps` steps, after some that are not counted."""
+    for _ in range(WARM_STEPS):
+        step()
+    synchronize(device)
+    if device == "cpu":
+        marks = [time.perf_counter()]
+        for _ in range(num_steps):
+            step()
+            marks.append(time.perf_counter())
+        return [1e6 * (end - start) for start, end in pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [1e3 * a.elapsed_time(b) for a, b in pairwise(events)]
+
+
+def time_call(function: Callable[[], object], device: str) -> float:
+    """Seconds of one call by the clock, with all that it started on the device."""
+    synchronize(device)
+    start = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+class EnergyMeter:
+    """The GPU's own counter of Joules, asked of the driver's library.
+
+    By ctypes, because that library comes with every driver and a Python package for it does not.
+    """
+
+    def __init__(self) -> None:
+        """Raises OSError with a sentence where there is no such counter."""
+        self.nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        self.ask("nvmlInit_v2")
+        self.handle = ctypes.c_void_p()
+        # torch's numbers follow CUDA_VISIBLE_DEVICES and the driver's do not
+        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+        self.ask("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(self.handle))
+        self.read_joules()
+
+    def ask(self, name: str, *arguments: object) -> None:
+        code = getattr(self.nvml, name)(*arguments)
+        if code:
+            raise OSError(f"{name} answered {code}")
+
+    def read_joules(self) -> float:
+        """Since the driver was loaded."""
+        millijoules = ctypes.c_ulonglong()
+        self.ask("nvmlDeviceGetTotalEnergyConsumption", self.handle, ctypes.byref(millijoules))
+        return millijoules.value / 1e3
+
+
+def measure_energy(step: Callable[[], object], meter: EnergyMeter) -> float:
+    """Joules of one step, from some seconds of nothing else; the whole board, idle power included.
+
+    The counter moves some ten times a second, so shorter loops would not tell.
+    """
+    num_steps = 0
+    torch.cuda.synchronize()
+    first, start = meter.read_joules(), time.perf_counter()
+    while time.perf_counter() - start < ENERGY_SECONDS:
+        for _ in range(50):
+            step()
+        num_steps += 50
+        # else the host would queue steps for much longer than the clock says
+        torch.cuda.synchronize()
+    return (meter.read_joules() - first) / num_steps
+
+
+def profile_step(step: Callable[[], object], device: str) -> str:
+    """A table of the kernels of one step."""
+    activity = getattr(torch.profiler.ProfilerActivity, device.upper())
+    synchronize(device)
+    with torch.profiler.profile(activities=[activity]) as profile:
+        step()
+        synchronize(device)
+    return profile.key_averages().table(
+        sort_by=f"{device}_time_total", row_limit=60, max_name_column_width=80
+    )

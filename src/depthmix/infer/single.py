@@ -1,0 +1,86 @@
+"""One sequence's decoding step as a single kernel: the model's weights, laid out for it.
+
+Owns how weights are stacked. Knows nothing of the kernel's inside.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from depthmix.kernels.decode import DecodeStep, Rules, Weights
+from depthmix.nn import MixtureOfDepths, Transformer
+from depthmix.nn.block import Block
+from depthmix.nn.layers import MLP
+
+
+def stack_weights(model: Transformer) -> Weights:
+    """The model's tensors stacked by layer; its own become views of them, so nothing is twice."""
+    blocks = [_find_block(layer) for layer in model.layers]
+    routed = [layer.decider for layer in model.layers if isinstance(layer, MixtureOfDepths)]
+    attentions, mlps = [block.attention for block in blocks], [_find_mlp(block) for block in blocks]
+    queries = [a.norm_query.weight for a in attentions if a.norm_query is not None]
+    keys = [a.norm_key.weight for a in attentions if a.norm_key is not None]
+    predictors = [d.predictor for d in routed if d.predictor is not None]
+
+    def copy(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor | None:
+        return torch.stack([t.detach().to(dtype) for t in tensors]) if tensors else None
+
+    ups = [[m.w_up] if m.w_gate is None else [m.w_gate, m.w_up] for m in mlps]
+    return Weights(
+        embedding=model.embedding.weight.detach(),
+        phase_table=model.phase_table,
+        norm_attention=torch.stack([b.norm_attention.weight.detach() for b in blocks]),
+        w_qkv=_stack([[a.w_qk, a.w_value] for a in attentions]),
+        w_attn_out=_stack([[a.w_out] for a in attentions]),
+        norm_mlp=torch.stack([b.norm_mlp.weight.detach() for b in blocks]),
+        w_in=_stack(ups),
+        w_mlp_out=_stack([[m.w_out] for m in mlps]),
+        norm=model.norm.weight.detach(),
+        head=model.head.weight.detach(),
+        norm_query=copy(queries),
+        norm_key=copy(keys),
+        router=copy([d.router.weight[0] for d in routed], torch.float32),
+        predictor_in=copy([p.w_in.weight for p in predictors]),
+        predictor_out=copy([p.w_out.weight[0] for p in predictors]),
+        predictor_bias=copy([p.w_out.bias[0] for p in predictors]),
+    )
+
+
+def make_single_step(
+    model: Transformer, selector: str | None, key_pages: Tensor, value_pages: Tensor
+) -> DecodeStep:
+    """The kernel for this model; pages are (pages, heads, page, width)."""
+    config, routing = model.config, model.config.routing
+    rules = Rules(
+        num_heads=config.num_heads,
+        norm_eps=config.norm_eps,
+        routed_layers=tuple(config.routed_layers),
+        selector=selector or "all",
+        gate=routing.gate,
+        normalize=routing.normalize_input,
+        first_tokens=routing.first_tokens,
+        early_exit=routing.strategy == "early_exit",
+    )
+    return DecodeStep(stack_weights(model), rules, key_pages, value_pages)
+
+
+def _stack(matrices: Sequence[Sequence[nn.Linear]]) -> Tensor:
+    """Each layer's matrices below each other; the modules' weights become views of the whole."""
+    whole = torch.stack([torch.cat([m.weight.detach() for m in row]) for row in matrices])
+    for layer, row in zip(whole, matrices, strict=True):
+        parts = layer.split([m.weight.shape[0] for m in row])
+        for module, part in zip(row, parts, strict=True):
+            module.weight.data = part
+    return whole
+
+
+def _find_block(layer: nn.Module) -> Block:
+    block = layer.block if isinstance(layer, MixtureOfDepths) else layer
+    assert isinstance(block, Block)
+    return block
+
+
+def _find_mlp(block: Block) -> MLP:
+    assert isinstance(block.mlp, MLP)
+    return block.mlp

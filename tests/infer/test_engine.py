@@ -1,0 +1,500 @@
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from depthmix.infer import Engine, Event, Sample, SamplingParams
+from depthmix.infer.engine import choose_selector
+from depthmix.infer.runner import Done, Work
+from depthmix.nn import Transformer
+from variants import make_config, make_model, make_tokens
+
+PROMPT = [3, 1, 4, 1, 5]
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ."
+
+
+@cache
+def get_model(name: str = "mod") -> Transformer:
+    """Tests share models: nobody changes them.
+
+    With the embedding as its head, a fresh model only repeats itself.
+    """
+    config = make_config(name, tied_head=False)
+    return make_model(config, dtype=torch.float32).requires_grad_(False)
+
+
+def spell(tokens: list[int]) -> str:
+    """A letter for each of the 64 tokens."""
+    return "".join(LETTERS[token] for token in tokens)
+
+
+def generate_one(engine: Engine, prompt: Sequence[int] = PROMPT, **params: Any) -> Sample:
+    [result] = engine.generate([prompt], SamplingParams(**params))
+    [sample] = result.samples
+    return sample
+
+
+def run_to_end(engine: Engine) -> list[Event]:
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    return events
+
+
+def compute_logits(sample: Sample, prompt: Sequence[int] = PROMPT, name: str = "mod") -> Tensor:
+    """The full pass's logits from which each of the sample's tokens was drawn."""
+    tokens = torch.tensor([[*prompt, *sample.tokens]])
+    selector = "predictor" if get_model(name).config.routed_layers else None
+    logits = get_model(name)(tokens, selector=selector).logits
+    return logits[0, len(prompt) - 1 : -1]
+
+
+def assert_empty(engine: Engine) -> None:
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.cache_bytes) == (0, 0, 0)
+    assert not engine.has_work
+
+
+def test_results_come_in_the_prompts_order() -> None:
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    params = [SamplingParams(max_tokens=n, temperature=0) for n in (9, 1, 4)]
+    results = Engine(get_model(), max_batch=2).generate(prompts, params)
+    assert [result.prompt for result in results] == [(1, 2, 3), (4,), (5, 6)]
+    assert [len(result.samples[0].tokens) for result in results] == [9, 1, 4]
+    assert [result.request for result in results] == [0, 1, 2]
+
+
+def test_no_prompts_no_results() -> None:
+    assert Engine(get_model()).generate([]) == []
+
+
+def test_defaults_are_those_of_the_params() -> None:
+    engine = Engine(get_model(), seed=1)
+    [result] = engine.generate([PROMPT])
+    # 128 are asked for, and max_seq_len is 64
+    assert len(result.samples[0].tokens) == 64 - len(PROMPT) + 1
+    assert result.samples[0].text is None
+    assert result.samples[0].logprobs is None
+    assert result.samples[0].top_logprobs is None
+
+
+@pytest.mark.parametrize(("num_prompt", "num_new"), [(1, 64), (63, 2), (64, 1)])
+def test_a_sample_ends_at_max_seq_len(num_prompt: int, num_new: int) -> None:
+    engine = Engine(get_model(), max_batch=1)
+    prompt = make_tokens(engine.config, num_prompt).tolist()
+    sample = generate_one(engine, prompt, temperature=0)
+    assert len(sample.tokens) == num_new
+    assert sample.finish == "length"
+    # the last token is told and never computed, so that one more than max_seq_len is told
+    assert len(sample.depth.blocks) == 64
+    assert list(sample.tokens) == compute_longest(prompt)
+
+
+def compute_longest(prompt: list[int]) -> list[int]:
+    """Greedy tokens from full passes, until the model can take no more."""
+    tokens = list(prompt)
+    while len(tokens) <= 64:
+        logits = get_model()(torch.tensor([tokens]), selector="predictor").logits
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_max_tokens() -> None:
+    sample = generate_one(Engine(get_model()), max_tokens=3)
+    assert (len(sample.tokens), sample.finish) == (3, "length")
+
+
+def test_a_stop_token_is_the_last_token_and_no_text() -> None:
+    engine = Engine(get_model(), decode=spell)
+    free = generate_one(engine, max_tokens=20, seed=4)
+    stop = free.tokens[7]
+    first = free.tokens.index(stop)
+    sample = generate_one(engine, max_tokens=20, seed=4, stop_tokens=[stop])
+    assert sample.tokens == free.tokens[: first + 1]
+    assert sample.finish == "stop"
+    assert sample.text == spell(list(free.tokens[:first]))
+    # a stop at the very end is still a stop
+    sample = generate_one(engine, max_tokens=first + 1, seed=4, stop_tokens=[stop])
+    assert sample.finish == "stop"
+
+
+def test_a_stop_string_is_not_part_of_the_text() -> None:
+    engine = Engine(get_model(), decode=spell)
+    free = generate_one(engine, max_tokens=20, seed=4)
+    text = spell(list(free.tokens))
+    assert free.text == text
+    stop = text[6:9]
+    sample = generate_one(engine, max_tokens=20, seed=4, stop=["never!", stop])
+    end = text.index(stop)
+    assert sample.finish == "stop"
+    assert sample.text == text[:end]
+    assert sample.tokens == free.tokens[: end + 3]
+
+
+def test_events_tell_the_result_bit_by_bit() -> None:
+    engine = Engine(get_model(), decode=spell, max_batch=3)
+    free = generate_one(engine, max_tokens=12, seed=4)
+    assert free.text is not None
+    # the first letters of this stop string come and the last does not: they are held back
+    begun = free.text[9:11] + "!"
+    numbers = [
+        engine.add(PROMPT, SamplingParams(max_tokens=12, seed=4, stop=[begun])),
+        engine.add([9], SamplingParams(max_tokens=5, seed=5, n=2)),
+        engine.add(PROMPT, SamplingParams(max_tokens=11, seed=4, stop=[begun])),
+    ]
+    texts: dict[Any, str] = defaultdict(str)
+    tokens: dict[Any, list[int]] = defaultdict(list)
+    paths: dict[Any, list[tuple[bool, ...]]] = defaultdict(list)
+    results = {}
+    for event in run_to_end(engine):
+        key = event.request, event.sample
+        texts[key] += event.text
+        assert event.token is not None
+        tokens[key].append(event.token)
+        paths[key].append(event.path)
+        if event.result is not None:
+            results[key] = event.result
+    assert set(results) == {(numbers[0], 0), (numbers[1], 0), (numbers[1], 1), (numbers[2], 0)}
+    for key, result in results.items():
+        assert texts[key] == result.text == spell(list(result.tokens))
+        assert tokens[key] == list(result.tokens)
+        # the token before: the prompt's last one, then its own
+        assert tuple(paths[key]) == result.depth.blocks[-len(result.tokens) :]
+    assert results[numbers[0], 0].tokens == free.tokens
+    # what was held back at the end comes with the end
+    assert results[numbers[2], 0].text == free.text[:11]
+
+
+def test_logprobs_are_the_models_own() -> None:
+    """Whatever changes the draw does not change them."""
+    engine = Engine(get_model())
+    wild: dict[str, Any] = {"temperature": 0.7, "top_k": 9, "repetition_penalty": 1.5, "seed": 2}
+    sample = generate_one(engine, max_tokens=8, logprobs=3, **wild)
+    expected_TV = compute_logits(sample).log_softmax(dim=1)
+    assert sample.logprobs is not None
+    assert sample.top_logprobs is not None
+    assert len(sample.top_logprobs) == 8
+    for place, (token, alternatives) in enumerate(
+        zip(sample.tokens, sample.top_logprobs, strict=True)
+    ):
+        assert sample.logprobs[place] == pytest.approx(expected_TV[place, token].item(), abs=1e-5)
+        values, ids = expected_TV[place].topk(3)
+        assert [a.token for a in alternatives] == ids.tolist()
+        assert [a.logprob for a in alternatives] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+def test_each_request_gets_the_logprobs_that_it_asked_for() -> None:
+    engine = Engine(get_model())
+    wishes = [SamplingParams(max_tokens=4, logprobs=number) for number in (None, 0, 2, 100)]
+    results = engine.generate([PROMPT] * 4, wishes)
+    nothing, chosen, two, all_of_them = (result.samples[0] for result in results)
+    assert (nothing.logprobs, nothing.top_logprobs) == (None, None)
+    assert chosen.logprobs is not None
+    assert chosen.top_logprobs is None
+    for sample, number in ((two, 2), (all_of_them, 64)):
+        assert sample.logprobs is not None
+        assert sample.top_logprobs is not None
+        assert [len(alternatives) for alternatives in sample.top_logprobs] == [number] * 4
+    probabilities = [math.exp(a.logprob) for a in (all_of_them.top_logprobs or [()])[0]]
+    assert sum(probabilities) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("company", [False, True])
+def test_repetition_penalty_sees_prompt_and_output(company: bool) -> None:
+    engine = Engine(get_model(), invariant=False)
+    wishes = [SamplingParams(max_tokens=20, temperature=0, repetition_penalty=4.0)]
+    # one without a penalty beside it must not be touched, nor touch
+    wishes += [SamplingParams(max_tokens=20, temperature=0)] * company
+    results = engine.generate([PROMPT] * len(wishes), wishes)
+    [sample] = results[0].samples
+    seen = set(PROMPT)
+    for token, logits_V in zip(sample.tokens, compute_logits(sample), strict=True):
+        scores = logits_V.clone()
+        old = torch.tensor(sorted(seen))
+        scores[old] = torch.where(scores[old] > 0, scores[old] / 4, scores[old] * 4)
+        assert token == int(scores.argmax())
+        seen.add(token)
+    plain = generate_one(engine, max_tokens=20, temperature=0)
+    assert plain.tokens != sample.tokens
+    if company:
+        assert results[1].samples[0].tokens == plain.tokens
+
+
+def test_samples_of_a_request() -> None:
+    """They differ, come again with the seed, and do not depend on how many there are."""
+    engine = Engine(get_model(), max_batch=3)
+    [many] = engine.generate([PROMPT], SamplingParams(max_tokens=12, n=5, seed=7))
+    tokens = [sample.tokens for sample in many.samples]
+    assert len(set(tokens)) == 5
+    [again] = Engine(get_model()).generate([PROMPT], SamplingParams(max_tokens=12, n=5, seed=7))
+    assert [sample.tokens for sample in again.samples] == tokens
+    assert generate_one(engine, max_tokens=12, seed=7).tokens == tokens[0]
+    others = engine.generate([PROMPT, [9], PROMPT], SamplingParams(max_tokens=12, n=2, seed=7))
+    assert [sample.tokens for sample in others[0].samples] == tokens[:2]
+    assert [sample.tokens for sample in others[2].samples] == tokens[:2]
+
+
+def test_neighbouring_seeds_share_no_sample() -> None:
+    engine = Engine(get_model())
+    wishes = [SamplingParams(max_tokens=10, n=4, seed=seed) for seed in (0, 1, 2, 2**63 - 1)]
+    results = engine.generate([PROMPT] * 4, wishes)
+    tokens = Counter(sample.tokens for result in results for sample in result.samples)
+    assert len(tokens) == 16
+
+
+def test_requests_without_a_seed_follow_the_engines() -> None:
+    params = SamplingParams(max_tokens=10)
+
+    def draw(seed: int | None) -> list[tuple[int, ...]]:
+        results = Engine(get_model(), seed=seed).generate([PROMPT] * 2, params)
+        return [result.samples[0].tokens for result in results]
+
+    first = draw(1)
+    assert first[0] != first[1], "each request has numbers of its own"
+    assert draw(1) == first
+    assert draw(2) != first
+    assert draw(None) != draw(None)
+
+
+def test_cancelling() -> None:
+    engine = Engine(get_model(), max_batch=1, decode=spell)
+    running = engine.add(PROMPT, SamplingParams(max_tokens=30, seed=1))
+    waiting = engine.add([7], SamplingParams(max_tokens=30, seed=2))
+    both = engine.add([8], SamplingParams(max_tokens=3, seed=3, n=2))
+    told = [event for _ in range(3) for event in engine.step()]
+    assert {event.request for event in told} == {running}
+    assert engine.stats().num_waiting == 3
+    assert engine.stats().cache_bytes > 0
+    for request, tokens in ((running, [event.token for event in told]), (waiting, [])):
+        [event] = engine.cancel(request)
+        assert event.result is not None
+        assert (event.request, event.token, event.path) == (request, None, ())
+        assert event.result.finish == "cancelled"
+        assert list(event.result.tokens) == tokens
+    assert engine.cancel(running) == []
+    assert engine.cancel(12345) == []
+    assert [event.sample for event in engine.cancel(both)] == [0, 1]
+    assert_empty(engine)
+
+
+def test_stats() -> None:
+    engine = Engine(get_model("dense"), max_batch=2, page_size=4, cache_tokens=64, chunk_tokens=8)
+    config = engine.config
+    # keys and values of 4 tokens, in float32
+    page = 2 * 4 * config.shape.num_kv_heads * config.shape.head_width * 4
+    assert engine.stats() == (0, 0, 0, 0, 0, page * 16 * config.num_layers)
+    for _ in range(3):
+        engine.add([1] * 6, SamplingParams(max_tokens=4))
+    engine.step()
+    assert engine.stats()[:2] == (1, 2), "the second prompt does not fit into the first's step"
+    engine.step()
+    stats = engine.stats()
+    assert stats[:3] == (2, 1, 0)
+    assert stats.cache_bytes == stats.cache_bytes_peak == 4 * page * config.num_layers
+    run_to_end(engine)
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.cache_bytes) == (0, 0, 0)
+    assert stats.cache_bytes_peak > 4 * page * config.num_layers
+
+
+def test_a_small_cache_makes_requests_wait() -> None:
+    prompts = [make_tokens(get_model().config, n, seed=n).tolist() for n in (9, 3, 12, 1, 6)]
+    params = SamplingParams(max_tokens=12, temperature=0, logprobs=0)
+    wide = Engine(get_model(), max_batch=5).generate(prompts, params)
+    engine = Engine(get_model(), max_batch=5, cache_tokens=24, page_size=2)
+    narrow = engine.generate(prompts, params)
+    assert engine.stats().num_preempted > 0
+    for ours, theirs in zip(narrow, wide, strict=True):
+        assert ours.samples[0][:5] == theirs.samples[0][:5]
+        assert ours.samples[0].depth.blocks == theirs.samples[0].depth.blocks
+    assert_empty(engine)
+
+
+def test_the_default_cache_holds_a_full_batch() -> None:
+    """Also where max_seq_len, here 64, is no multiple of a page."""
+    for page_size in (48, 100):
+        engine = Engine(get_model("dense"), max_batch=2, page_size=page_size)
+        prompt = make_tokens(engine.config, 60).tolist()
+        engine.generate([prompt, prompt], SamplingParams(max_tokens=5, temperature=0))
+        assert engine.stats().num_preempted == 0
+        assert engine.stats().cache_bytes_peak == engine.stats().cache_bytes_total
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"max_batch": 0}, "max_batch = 0 must be at least 1"),
+        ({"chunk_tokens": 0}, "chunk_tokens = 0 must be at least 1"),
+        ({"page_size": 0}, "page_size = 0 must be at least 1"),
+        ({"page_size": -4}, "page_size = -4 must be at least 1"),
+        ({"cache_tokens": 8, "page_size": 9}, "cache_tokens = 8 must be a page or more: 9"),
+        ({"selector": "topk"}, "selector 'topk' looks at tokens that are not written yet"),
+        ({"selector": "oracle"}, "there is no selector 'oracle'"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Engine(get_model(), **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "sentence"),
+    [
+        ([], {}, "a prompt needs at least one token"),
+        ([1] * 65, {}, "the prompt has 65 tokens, the model's max_seq_len is 64: give fewer"),
+        ([1, 64], {}, "token 64 is not in the vocabulary of 64"),
+        ([-1, 1], {}, "token -1 is not in the vocabulary of 64"),
+        ([1], {"stop": ["x"]}, "stop strings need text: give the engine a `decode` function"),
+        ([1] * 9, {"max_tokens": 25}, r"num_prompt \+ max_new = 33 tokens may need 36 pages"),
+        ([1] * 9, {"max_tokens": 25, "n": 3}, "make it larger"),
+    ],
+)
+def test_bad_requests_are_refused_and_leave_nothing(
+    prompt: list[int], params: dict[str, Any], sentence: str
+) -> None:
+    engine, good = Engine(get_model(), cache_tokens=32, page_size=4), SamplingParams(max_tokens=4)
+    with pytest.raises(ValueError, match=sentence):
+        engine.add(prompt, SamplingParams(**params))
+    assert_empty(engine)
+    # among good ones, nothing stays behind either
+    with pytest.raises(ValueError, match=sentence):
+        engine.generate([[1, 2], prompt, [3]], [good, SamplingParams(**params), good])
+    assert_empty(engine)
+    # as long as can be
+    assert len(generate_one(engine, [1] * 9, max_tokens=24).tokens) == 24
+
+
+def test_generate_wants_params_for_all_or_for_each() -> None:
+    engine = Engine(get_model())
+    with pytest.raises(ValueError, match="there are 2 prompts and 1 params"):
+        engine.generate([[1], [2]], [SamplingParams()])
+    assert_empty(engine)
+
+
+def test_generate_runs_alone() -> None:
+    engine = Engine(get_model())
+    request = engine.add(PROMPT, SamplingParams(max_tokens=2))
+    with pytest.raises(ValueError, match=r"generate\(\) runs alone"):
+        engine.generate([[1]])
+    assert engine.has_work, "the other request is untouched"
+    assert [event.request for event in run_to_end(engine)] == [request] * 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("invariant", [True, False])
+def test_an_error_in_the_middle_leaves_nothing(
+    invariant: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(get_model(), invariant=invariant, page_size=2, chunk_tokens=4)
+    prompts = [make_tokens(engine.config, n, seed=n).tolist() for n in (9, 3, 6)]
+    params = SamplingParams(max_tokens=6, temperature=0, logprobs=0)
+    expected = engine.generate(prompts, params)
+    run, num_calls = engine.runner.run, 0
+
+    def fail(works: Sequence[Work]) -> list[Done]:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 4:
+            raise error("in the middle")
+        return run(works)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "run", fail)
+        with pytest.raises(error, match="in the middle"):
+            engine.generate(prompts, params)
+    assert num_calls == 4
+    assert_empty(engine)
+    again = engine.generate(prompts, params)
+    assert [r.samples for r in again] == [r.samples for r in expected]
+
+
+@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize("invariant", [True, False])
+def test_a_step_that_failed_can_be_tried_again(
+    invariant: bool, record: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = get_model()
+    engine = Engine(model, invariant=invariant, record=record, page_size=2, chunk_tokens=8)
+    params = [SamplingParams(max_tokens=6, temperature=0, logprobs=0)] * 2
+    expected = engine.generate([PROMPT, [8]], params)
+    for prompt, wish in zip((PROMPT, [8]), params, strict=True):
+        engine.add(prompt, wish)
+    found = {}
+    compute, num_calls = model.layers[2].forward, 0
+
+    def fail_sometimes(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        # half of the layers have stored their keys
+        if num_calls % 3 == 0:
+            raise RuntimeError("out of memory")
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(model.layers[2], "forward", fail_sometimes)
+    num_failures = 0
+    while engine.has_work:
+        try:
+            events = engine.step()
+        except RuntimeError:
+            num_failures += 1
+            continue
+        found |= {event.request: event.result for event in events if event.result is not None}
+    assert num_failures >= 2
+    for ours, theirs in zip(found.values(), expected, strict=True):
+        [sample] = theirs.samples
+        assert ours.tokens == sample.tokens
+        assert ours.logprobs == pytest.approx(sample.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "selector"),
+    [
+        ("mod", "predictor"),
+        ("mod_aux", "router"),
+        ("token_choice", "router"),
+        ("causal", "predictor"),
+        ("dense", None),
+        ("moe_token_choice", None),
+        ("moe_expert_choice", "predictor"),
+        ("moe_gelu_every_2", "router"),
+        ("mode_staged", "predictor"),
+    ],
+)
+def test_the_best_selector_is_chosen(name: str, selector: str | None) -> None:
+    assert choose_selector(make_config(name), None) == selector
+    assert Engine(get_model(name)).selector == selector
+    assert choose_selector(make_config(name), "all") == "all"
+
+
+@pytest.mark.parametrize("selector", [None, "router", "predictor"])
+def test_a_random_choice_cannot_decide_causally(selector: str | None) -> None:
+    with pytest.raises(ValueError, match="a random choice has no causal head"):
+        Engine(get_model("stochastic"), selector=selector)
+    assert Engine(get_model("stochastic"), selector="all").selector == "all"
+
+
+def test_a_cpu_is_invariant_unless_told() -> None:
+    assert Engine(get_model()).invariant
+    assert not Engine(get_model(), invariant=False).invariant
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_invariant_computes_each_request_apart(
+    invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(get_model(), invariant=invariant)
+    run: Callable[..., list[Done]] = engine.runner.run
+    sizes = []
+
+    def watch(works: Sequence[Work]) -> list[Done]:
+        sizes.append(len(works))
+        return run(works)
+
+    monkeypatch.setattr(engine.runner, "run", watch)
+    engine.generate([PROMPT, [1], [2]], SamplingParams(max_tokens=3))
+    assert sizes == ([1] * 9 if invariant else [3] * 3)

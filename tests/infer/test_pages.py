@@ -1,0 +1,210 @@
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from depthmix.infer.pages import Change, Pages
+
+
+class PagesMachine(RuleBasedStateMachine):
+    """Random reservations against a plain count of what every layer stores."""
+
+    pages: Pages
+
+    @initialize(
+        num_pages=st.integers(1, 40),
+        page_size=st.integers(1, 5),
+        num_layers=st.integers(1, 3),
+        num_rows=st.integers(1, 3),
+    )
+    def start(self, num_pages: int, page_size: int, num_layers: int, num_rows: int) -> None:
+        self.pages = Pages(num_pages, page_size, num_layers, num_rows)
+        self.lengths = [[0] * num_layers for _ in range(num_rows)]
+        self.reserved = [0] * num_rows
+        self.device: dict[tuple[int, int, int], int] = {}
+
+    def snapshot(self) -> list[list[list[int]]]:
+        return [[list(table) for table in row] for row in self.pages.tables]
+
+    @rule(data=st.data(), num_tokens=st.integers(0, 20))
+    def reserve(self, data: st.DataObject, num_tokens: int) -> None:
+        pages = self.pages
+        row = data.draw(st.integers(0, pages.num_rows - 1))
+        before, num_free = self.snapshot(), pages.num_free
+        missing = sum(
+            max(0, -(-(length + num_tokens) // pages.page_size) - len(table))
+            for table, length in zip(pages.tables[row], self.lengths[row], strict=True)
+        )
+        assert pages.count_missing(row, num_tokens) == missing
+        assert pages.reserve(row, num_tokens) == (missing <= num_free)
+        if missing > num_free:
+            assert self.snapshot() == before
+            return
+        assert pages.num_free == num_free - missing
+        for table, length, old in zip(
+            pages.tables[row], self.lengths[row], before[row], strict=True
+        ):
+            assert len(table) * pages.page_size >= length + num_tokens
+            assert table[: len(old)] == old
+        self.reserved[row] = max(self.reserved[row], num_tokens)
+
+    @rule(data=st.data(), seed=st.integers(0, 2**32))
+    def settle(self, data: st.DataObject, seed: int) -> None:
+        pages = self.pages
+        row = data.draw(st.integers(0, pages.num_rows - 1))
+        before = self.snapshot()
+        pick = random.Random(seed)
+        stored = [pick.randint(0, self.reserved[row]) for _ in range(pages.num_layers)]
+        pages.settle(row, stored)
+        for layer, count in enumerate(stored):
+            self.lengths[row][layer] += count
+            num_needed = -(-self.lengths[row][layer] // pages.page_size)
+            # what was stored stays where it was
+            assert pages.tables[row][layer] == before[row][layer][:num_needed]
+            assert len(pages.tables[row][layer]) == num_needed
+        self.reserved[row] = 0
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        row = data.draw(st.integers(0, self.pages.num_rows - 1))
+        self.pages.release(row)
+        self.lengths[row] = [0] * self.pages.num_layers
+        self.reserved[row] = 0
+        assert not any(self.pages.tables[row])
+
+    @rule()
+    def drain(self) -> None:
+        changes = self.pages.drain_changes()
+        places = [(change.row, change.layer, change.index) for change in changes]
+        assert len(set(places)) == len(places)
+        for place, change in zip(places, changes, strict=True):
+            assert self.device.get(place) != change.page
+            self.device[place] = change.page
+        for row, tables in enumerate(self.pages.tables):
+            for layer, table in enumerate(tables):
+                assert table == [self.device[row, layer, index] for index in range(len(table))]
+        assert self.pages.drain_changes() == []
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "device"))
+    def books_balance(self) -> None:
+        owned = [page for row in self.pages.tables for table in row for page in table]
+        assert len(set(owned)) == len(owned)
+        assert all(0 <= page < self.pages.num_pages for page in owned)
+        assert self.pages.num_used == len(owned)
+        assert self.pages.num_free == self.pages.num_pages - len(owned)
+        assert self.pages.lengths == self.lengths
+
+    def teardown(self) -> None:
+        if not hasattr(self, "device"):
+            return
+        pages = self.pages
+        for row in range(pages.num_rows):
+            pages.release(row)
+        assert pages.num_free == pages.num_pages
+        # every page can still be found: one row takes as many as its layers can share evenly
+        most = pages.num_pages // pages.num_layers * pages.page_size
+        assert pages.reserve(0, most)
+        owned = {page for table in pages.tables[0] for page in table}
+        assert len(owned) == pages.num_pages - pages.num_pages % pages.num_layers
+
+
+TestPagesMachine = PagesMachine.TestCase
+TestPagesMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def test_layers_of_a_row_grow_apart() -> None:
+    pages = Pages(num_pages=12, page_size=4, num_layers=2, num_rows=2)
+    assert pages.reserve(1, 9)
+    assert pages.num_used == 6
+    pages.settle(1, [9, 2])
+    assert pages.lengths == [[0, 0], [9, 2]]
+    assert [len(table) for table in pages.tables[1]] == [3, 1]
+    assert pages.num_used == 4
+    # three more fit into the first layer's last page, two into the second's
+    assert pages.count_missing(1, 2) == 0
+    assert pages.count_missing(1, 3) == 1
+    assert pages.count_missing(1, 4) == 2
+
+
+def test_rows_that_decode_together_get_pages_that_follow_each_other() -> None:
+    pages = Pages(num_pages=60, page_size=2, num_layers=3, num_rows=4)
+    for _ in range(10):
+        for row in range(4):
+            assert pages.reserve(row, 1)
+            pages.settle(row, [1, 1, 1])
+    for row in pages.tables:
+        for table in row:
+            assert table == list(range(table[0], table[0] + 5))
+
+
+def test_a_page_that_comes_back_to_its_place_is_no_change() -> None:
+    pages = Pages(num_pages=4, page_size=2, num_layers=2, num_rows=1)
+    assert pages.reserve(0, 1)
+    first = pages.drain_changes()
+    assert first == [Change(0, 0, 0, pages.tables[0][0][0]), Change(1, 0, 0, pages.tables[0][1][0])]
+    # the second layer did not store its token, step after step
+    for _ in range(2):
+        pages.settle(0, [0, 0])
+        assert pages.num_used == 0
+        assert pages.reserve(0, 1)
+        assert pages.drain_changes() == []
+
+
+def test_a_place_that_changes_twice_is_reported_once() -> None:
+    pages = Pages(num_pages=2, page_size=1, num_layers=1, num_rows=2)
+    assert pages.reserve(0, 2)
+    pages.release(0)
+    assert pages.reserve(1, 1)
+    assert pages.reserve(0, 1)
+    changes = {change[:3]: change.page for change in pages.drain_changes()}
+    assert changes[0, 0, 0] == pages.tables[0][0][0]
+    assert changes[0, 1, 0] == pages.tables[1][0][0]
+
+
+def test_a_page_that_comes_back_after_another_is_a_change() -> None:
+    pages = Pages(num_pages=4, page_size=1, num_layers=1, num_rows=4)
+    seen: list[int] = []
+    device: dict[int, int] = {}
+    for blocked in (False, True, False):
+        # row 1 begins with the page that would be row 0's second
+        assert not blocked or pages.reserve(1, 1)
+        assert pages.reserve(0, 2)
+        device |= {change.index: change.page for change in pages.drain_changes() if not change.row}
+        assert [device[0], device[1]] == pages.tables[0][0]
+        seen.append(device[1])
+        pages.release(0)
+        pages.release(1)
+    assert seen[0] == seen[2] != seen[1]
+
+
+def test_free_pages_are_listed_once_however_often_they_come_back() -> None:
+    pages = Pages(num_pages=4, page_size=1, num_layers=1, num_rows=1)
+    for _ in range(20):
+        assert pages.reserve(0, 4)
+        pages.settle(0, [0])
+    # a list that grew with every step would be noticed only after hours
+    assert len(pages._stack) <= 4
+
+
+def test_the_worst_case_counts_every_layer() -> None:
+    pages = Pages(num_pages=12, page_size=4, num_layers=3, num_rows=1)
+    assert [pages.count_worst(count) for count in (0, 1, 4, 5, 16)] == [0, 3, 3, 6, 12]
+    assert pages.reserve(0, 16)
+    assert not pages.reserve(0, 17)
+
+
+def test_storing_more_than_was_reserved_is_caught() -> None:
+    pages = Pages(num_pages=12, page_size=4, num_layers=2, num_rows=1)
+    assert pages.reserve(0, 1)
+    with pytest.raises(AssertionError, match="without a reservation"):
+        pages.settle(0, [1, 5])
+
+
+@pytest.mark.parametrize("name", ["num_pages", "page_size", "num_layers", "num_rows"])
+def test_sizes_below_one_are_refused(name: str) -> None:
+    sizes = {"num_pages": 4, "page_size": 2, "num_layers": 2, "num_rows": 1, name: 0}
+    with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+        Pages(**sizes)

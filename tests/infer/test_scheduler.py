@@ -1,0 +1,528 @@
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from depthmix.infer.pages import Pages
+from depthmix.infer.scheduler import Chunk, Scheduler
+
+
+class WatchedPages(Pages):
+    """Remembers which rows were released: inside a plan, these are the preemptions."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.released: list[int] = []
+
+    def release(self, row: int) -> None:
+        self.released.append(row)
+        super().release(row)
+
+
+@dataclass
+class Model:
+    """What a test knows of a sequence; keys are given in the order of arrival."""
+
+    key: int
+    num_prompt: int
+    max_known: int
+    num_known: int
+    num_computed: int = 0
+    row: int | None = None
+    lengths: list[int] = field(default_factory=list)
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    num_preempted: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        return self.num_computed >= self.num_prompt and self.num_known - self.num_computed == 1
+
+
+class Simulation:
+    """Runs a scheduler without a model and checks every plan."""
+
+    def __init__(
+        self,
+        pages: WatchedPages,
+        *,
+        max_rows: int,
+        max_step_tokens: int,
+        chunk_tokens: int,
+        invariant: bool,
+    ) -> None:
+        self.pages = pages
+        self.max_rows = max_rows
+        self.scheduler = Scheduler(
+            pages,
+            max_rows=max_rows,
+            max_step_tokens=max_step_tokens,
+            chunk_tokens=chunk_tokens,
+            invariant=invariant,
+        )
+        self.alive: dict[int, Model] = {}
+        self.num_added = 0
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest sequence that may be added."""
+        return self.pages.num_pages // self.pages.num_layers * self.pages.page_size
+
+    def add(self, num_prompt: int, max_new: int) -> Model:
+        key = self.num_added
+        self.num_added += 1
+        self.scheduler.add(key, num_prompt, max_new)
+        self.alive[key] = Model(key, num_prompt, num_prompt + max_new, num_prompt)
+        return self.alive[key]
+
+    def remove(self, key: int) -> None:
+        self.scheduler.remove(key)
+        self.alive.pop(key, None)
+
+    def plan(self) -> list[Chunk]:
+        running = {model.row: model for model in self.alive.values() if model.row is not None}
+        num_preempted = self.scheduler.num_preempted
+        self.pages.released.clear()
+        chunks = self.scheduler.plan()
+
+        victims = [running.pop(row) for row in self.pages.released]
+        assert self.scheduler.num_preempted == num_preempted + len(victims)
+        planned = {chunk.key for chunk in chunks}
+        for victim in victims:
+            # an older one is left, and all that came later are busy in this step
+            assert any(model.key < victim.key for model in running.values())
+            later = {model.key for model in running.values() if model.key > victim.key}
+            assert later <= planned
+            victim.row, victim.num_computed, victim.chunks = None, 0, []
+            victim.num_preempted += 1
+        self.check_order(chunks)
+        for chunk in chunks:
+            self.check_chunk(chunk, running)
+        self.check_budget(chunks)
+        return chunks
+
+    def check_order(self, chunks: list[Chunk]) -> None:
+        """Decoding sequences, then others that run, then the head of the line: each in order."""
+        alive = self.alive.values()
+        decoding = [model.key for model in alive if model.row is not None and model.decodes]
+        others = [model.key for model in alive if model.row is not None and not model.decodes]
+        waiting = [model.key for model in alive if model.row is None]
+        keys = [chunk.key for chunk in chunks]
+        num_decoding = min(len(decoding), self.scheduler.max_step_tokens)
+        assert keys[:num_decoding] == decoding[:num_decoding]
+        rest = keys[num_decoding:]
+        assert rest == (others + waiting)[: len(rest)]
+        assert bool(chunks) == bool(self.alive)
+
+    def check_chunk(self, chunk: Chunk, running: dict[int, Model]) -> None:
+        model = self.alive[chunk.key]
+        if model.row is None:
+            assert chunk.row not in running
+            model.row, model.lengths = chunk.row, [0] * self.pages.num_layers
+        size = self.scheduler.chunk_tokens
+        assert chunk.row == model.row
+        assert chunk.start == model.num_computed
+        end = chunk.start + chunk.count
+        assert chunk.start < end <= model.num_known
+        assert chunk.start // size == (end - 1) // size
+        assert chunk.samples == (end == model.num_known)
+        for table, length in zip(self.pages.tables[chunk.row], model.lengths, strict=True):
+            assert len(table) * self.pages.page_size >= length + chunk.count
+        if self.scheduler.invariant:
+            known = model.num_prompt if chunk.start < model.num_prompt else chunk.start + 1
+            assert end == min(known, (chunk.start // size + 1) * size)
+
+    def check_budget(self, chunks: list[Chunk]) -> None:
+        assert sum(chunk.count for chunk in chunks) <= self.scheduler.max_step_tokens
+        rows = [model.row for model in self.alive.values() if model.row is not None]
+        assert len(set(rows)) == len(rows)
+        assert all(0 <= row < self.max_rows for row in rows)
+        assert self.scheduler.num_running == len(rows)
+        assert self.scheduler.num_waiting == len(self.alive) - len(rows)
+        empty = set(range(self.pages.num_rows)) - set(rows)
+        assert not any(table for row in empty for table in self.pages.tables[row])
+
+    def settle(self, chunk: Chunk, stored: list[int]) -> None:
+        self.scheduler.settle(chunk, stored)
+        model = self.alive.get(chunk.key)
+        if model is None:
+            return
+        model.num_computed += chunk.count
+        model.chunks.append((chunk.start, chunk.count))
+        model.lengths = [a + b for a, b in zip(model.lengths, stored, strict=True)]
+        assert self.pages.lengths[chunk.row] == model.lengths
+        if chunk.samples and model.num_known < model.max_known:
+            self.scheduler.append(chunk.key)
+            model.num_known += 1
+        elif chunk.samples:
+            self.remove(chunk.key)
+
+    def step(self, pick: random.Random, share: float) -> list[Chunk]:
+        """Plan and compute, with each token stored by a layer with probability `share`."""
+        chunks = self.plan()
+        for chunk in chunks:
+            tokens = range(chunk.count)
+            num_layers = self.pages.num_layers
+            stored = [sum(pick.random() < share for _ in tokens) for _ in range(num_layers)]
+            self.settle(chunk, stored)
+        return chunks
+
+    def finish(self, pick: random.Random, share: float) -> None:
+        # every step has a chunk of somebody: far fewer steps than this mean that nobody starves
+        for _ in range(5000):
+            if not self.step(pick, share):
+                break
+        assert not self.alive
+        assert self.pages.num_used == 0
+        assert self.scheduler.plan() == []
+
+
+@st.composite
+def simulations(draw: st.DrawFn) -> Simulation:
+    page_size, num_layers = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    max_rows, chunk_tokens = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    invariant = draw(st.booleans())
+    # sequences may be as long as the pool allows: the smallest one that `add` accepts for them
+    num_pages = draw(st.integers(num_layers, 10 * num_layers))
+    return Simulation(
+        WatchedPages(num_pages, page_size, num_layers, max_rows + draw(st.integers(0, 1))),
+        max_rows=max_rows,
+        max_step_tokens=(chunk_tokens if invariant else 1) + draw(st.integers(0, 6)),
+        chunk_tokens=chunk_tokens,
+        invariant=invariant,
+    )
+
+
+shares = st.sampled_from([0.0, 0.3, 0.8, 1.0])
+seeds = st.integers(0, 2**32)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Sequences come and go between steps, also while one is under way."""
+
+    simulation: Simulation | None = None
+
+    @initialize(simulation=simulations())
+    def start(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+
+    @rule(data=st.data())
+    def add(self, data: st.DataObject) -> None:
+        assert self.simulation is not None
+        most = self.simulation.most_tokens
+        num_prompt = data.draw(st.integers(1, most))
+        self.simulation.add(num_prompt, data.draw(st.integers(0, most - num_prompt)))
+
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        assert self.simulation is not None
+        self.simulation.remove(data.draw(st.integers(0, self.simulation.num_added)))
+
+    @rule(num_steps=st.integers(1, 8), seed=seeds, share=shares)
+    def step(self, num_steps: int, seed: int, share: float) -> None:
+        assert self.simulation is not None
+        pick = random.Random(seed)
+        for _ in range(num_steps):
+            self.simulation.step(pick, share)
+
+    @precondition(lambda self: self.simulation.alive)
+    @rule(data=st.data())
+    def remove_during_step(self, data: st.DataObject) -> None:
+        assert self.simulation is not None
+        chunks = self.simulation.plan()
+        self.simulation.remove(data.draw(st.sampled_from([chunk.key for chunk in chunks])))
+        for chunk in chunks:
+            self.simulation.settle(chunk, [chunk.count] * self.simulation.pages.num_layers)
+
+    def teardown(self) -> None:
+        if self.simulation is not None:
+            self.simulation.finish(random.Random(0), share=0.7)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+
+
+@settings(max_examples=100)
+@given(simulation=simulations(), data=st.data(), seed=seeds, share=shares)
+def test_everybody_finishes(
+    simulation: Simulation, data: st.DataObject, seed: int, share: float
+) -> None:
+    most = simulation.most_tokens
+    for num_prompt in data.draw(st.lists(st.integers(1, most), max_size=8)):
+        simulation.add(num_prompt, data.draw(st.integers(0, most - num_prompt)))
+    simulation.finish(random.Random(seed), share)
+
+
+@settings(max_examples=50)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 8)), min_size=2, max_size=6),
+    num_pages=st.integers(10, 60),
+    seed=seeds,
+)
+@example(lengths=[(12, 8)] * 5, num_pages=10, seed=0)
+def test_invariant_chunks_do_not_depend_on_the_others(
+    lengths: list[tuple[int, int]], num_pages: int, seed: int
+) -> None:
+    def run(group: list[tuple[int, int]]) -> list[Model]:
+        simulation = Simulation(
+            WatchedPages(num_pages, 4, 2, 4),
+            max_rows=4,
+            max_step_tokens=9,
+            chunk_tokens=5,
+            invariant=True,
+        )
+        models = [simulation.add(*length) for length in group]
+        simulation.finish(random.Random(seed), share=0.9)
+        return models
+
+    together = run(lengths)
+    for length, model in zip(lengths, together, strict=True):
+        # chunks since the last preemption: they begin at the first token again
+        assert model.chunks == run([length])[0].chunks
+
+
+def make_simulation(
+    num_pages: int = 100, *, max_step_tokens: int = 16, invariant: bool = False
+) -> Simulation:
+    """Two layers, pages of 4 tokens, 3 rows, chunks of 8."""
+    return Simulation(
+        WatchedPages(num_pages, 4, 2, 3),
+        max_rows=3,
+        max_step_tokens=max_step_tokens,
+        chunk_tokens=8,
+        invariant=invariant,
+    )
+
+
+def store_all(simulation: Simulation) -> list[Chunk]:
+    return simulation.step(random.Random(0), share=1.0)
+
+
+def test_prefill_then_decode() -> None:
+    simulation = make_simulation()
+    simulation.add(11, 2)
+    assert store_all(simulation) == [Chunk(0, 0, 0, 8, False)]
+    assert store_all(simulation) == [Chunk(0, 0, 8, 3, True)]
+    assert store_all(simulation) == [Chunk(0, 0, 11, 1, True)]
+    assert store_all(simulation) == [Chunk(0, 0, 12, 1, True)]
+    assert store_all(simulation) == []
+
+
+def test_a_chunk_is_cut_to_the_budget_and_the_next_one_ends_where_it_would_have() -> None:
+    simulation = make_simulation(max_step_tokens=10)
+    simulation.add(8, 1)
+    simulation.add(20, 1)
+    assert store_all(simulation) == [Chunk(0, 0, 0, 8, True), Chunk(1, 1, 0, 2, False)]
+    assert store_all(simulation) == [Chunk(0, 0, 8, 1, True), Chunk(1, 1, 2, 6, False)]
+    assert store_all(simulation) == [Chunk(1, 1, 8, 8, False)]
+
+
+def test_an_invariant_chunk_waits_for_a_step_with_room() -> None:
+    simulation = make_simulation(max_step_tokens=10, invariant=True)
+    simulation.add(8, 1)
+    simulation.add(20, 1)
+    # this one would fit, but nobody overtakes
+    simulation.add(2, 1)
+    assert store_all(simulation) == [Chunk(0, 0, 0, 8, True)]
+    assert store_all(simulation) == [Chunk(0, 0, 8, 1, True), Chunk(1, 1, 0, 8, False)]
+    assert store_all(simulation) == [Chunk(1, 1, 8, 8, False), Chunk(2, 0, 0, 2, True)]
+    assert simulation.scheduler.num_preempted == 0
+
+
+def test_a_chunk_is_cut_to_the_free_pages() -> None:
+    # five pages a layer: the first prompt takes one, the second's second chunk gets the rest
+    simulation = make_simulation(num_pages=10, max_step_tokens=8)
+    simulation.add(4, 16)
+    simulation.add(20, 0)
+    assert store_all(simulation) == [Chunk(0, 0, 0, 4, True), Chunk(1, 1, 0, 4, False)]
+    assert store_all(simulation) == [Chunk(0, 0, 4, 1, True), Chunk(1, 1, 4, 4, False)]
+    assert store_all(simulation) == [Chunk(0, 0, 5, 1, True), Chunk(1, 1, 8, 4, False)]
+    assert simulation.pages.num_free == 0
+    # nothing fits now, and the second waits with what it has
+    assert store_all(simulation) == [Chunk(0, 0, 6, 1, True)]
+    assert simulation.scheduler.num_preempted == 0
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_youngest_is_preempted_and_computed_again(invariant: bool) -> None:
+    # two prompts fill the pool: at their ninth token only one can go on
+    simulation = make_simulation(num_pages=8, invariant=invariant)
+    simulation.add(6, 9)
+    simulation.add(6, 4)
+    simulation.add(1, 1)
+    last = store_all(simulation)
+    assert [chunk.key for chunk in last] == [0, 1]
+    while not simulation.scheduler.num_preempted:
+        last = store_all(simulation)
+    assert last == [Chunk(0, 0, 8, 1, True)]
+    again: list[Chunk] = []
+    while 1 in simulation.alive:
+        again += [chunk for chunk in store_all(simulation) if chunk.key == 1]
+    counts = [chunk.count for chunk in again]
+    # it had sampled three tokens; its own are computed one by one if chunks are invariant
+    assert counts == ([6, 1, 1, 1, 1] if invariant else [8, 1, 1])
+    simulation.finish(random.Random(0), share=1.0)
+
+
+def test_a_preempted_sequence_waits_for_the_pages_it_had() -> None:
+    simulation = make_simulation(num_pages=8)
+    simulation.add(6, 9)
+    simulation.add(6, 4)
+    while simulation.alive:
+        store_all(simulation)
+    # once is enough: at once it would only be preempted again
+    assert simulation.scheduler.num_preempted == 1
+
+
+def test_a_prefill_takes_the_pages_of_a_younger_one_not_yet_in_the_plan() -> None:
+    simulation = make_simulation(num_pages=12, max_step_tokens=16, invariant=True)
+    simulation.add(24, 0)
+    simulation.add(24, 0)
+    assert [chunk.key for chunk in store_all(simulation)] == [0, 1]
+    assert [chunk.key for chunk in store_all(simulation)] == [0]
+    assert simulation.scheduler.num_preempted == 0
+    assert [chunk.key for chunk in store_all(simulation)] == [0]
+    assert simulation.scheduler.num_preempted == 1
+    simulation.finish(random.Random(0), share=1.0)
+
+
+def test_a_prefill_preempts_the_youngest_first() -> None:
+    simulation = make_simulation(num_pages=14, max_step_tokens=24, invariant=True)
+    for _ in range(3):
+        simulation.add(24, 0)
+    assert [chunk.key for chunk in store_all(simulation)] == [0, 1, 2]
+    assert [chunk.key for chunk in store_all(simulation)] == [0]
+    assert [model.num_preempted for model in simulation.alive.values()] == [0, 0, 1]
+    simulation.finish(random.Random(0), share=1.0)
+
+
+def test_a_sequence_that_preempts_itself_does_not_come_back_at_once() -> None:
+    simulation = make_simulation(num_pages=8)
+    simulation.add(5, 3)
+    simulation.add(8, 2)
+    store_all(simulation)
+    # its own pages are free now, but with them it came no further
+    assert store_all(simulation) == [Chunk(0, 0, 5, 1, True)]
+    assert (simulation.scheduler.num_waiting, simulation.scheduler.num_preempted) == (1, 1)
+    simulation.finish(random.Random(0), share=1.0)
+
+
+@pytest.mark.parametrize("num_prompt", [24, 36])
+def test_the_order_of_arrival_outlives_a_preemption(num_prompt: int) -> None:
+    simulation = make_simulation(num_pages=18, max_step_tokens=24, invariant=True)
+    simulation.add(num_prompt, 0)
+    middle = simulation.add(24, 4)
+    youngest = simulation.add(1, 20)
+    while not middle.num_preempted:
+        store_all(simulation)
+    # it decodes and was planned already: the one before it had to go
+    assert youngest.num_preempted == 0
+    # with the longer prompt the youngest must go too: it waits behind the middle one
+    while 0 in simulation.alive:
+        store_all(simulation)
+    assert youngest.num_preempted == (num_prompt == 36)
+    simulation.finish(random.Random(0), share=1.0)
+
+
+def test_a_chunk_without_budget_preempts_nobody_and_is_not_overtaken() -> None:
+    pages = WatchedPages(100, 4, 2, 8)
+    scheduler = Scheduler(pages, max_rows=8, max_step_tokens=8, chunk_tokens=4, invariant=True)
+    for key in range(5):
+        scheduler.add(key, 1, 9)
+    scheduler.add(5, 12, 1)
+    scheduler.add(6, 5, 1)
+    for keys in ([0, 1, 2, 3, 4], [5, 6]):
+        chunks = scheduler.plan()
+        assert [chunk.key for chunk in chunks] == keys
+        for chunk in chunks:
+            scheduler.settle(chunk, [chunk.count] * 2)
+    for key in range(5):
+        scheduler.append(key)
+    # three tokens are left: sequence 6 has only one to compute, sequence 5 a chunk of four
+    assert [chunk.key for chunk in scheduler.plan()] == [0, 1, 2, 3, 4]
+    assert scheduler.num_preempted == 0
+
+
+def test_a_sequence_whose_token_is_not_known_yet_rests() -> None:
+    scheduler = make_simulation(max_step_tokens=1).scheduler
+    for key in range(2):
+        scheduler.add(key, 1, 1)
+        (chunk,) = scheduler.plan()
+        assert chunk == Chunk(key, key, 0, 1, True)
+        scheduler.settle(chunk, [1, 1])
+    assert scheduler.plan() == []
+    scheduler.append(0)
+    scheduler.append(1)
+    # both decode, one fits
+    assert scheduler.plan() == [Chunk(0, 0, 1, 1, True)]
+
+
+def test_the_chunk_of_a_removed_sequence_means_nothing_to_a_new_one_of_its_key() -> None:
+    scheduler = make_simulation().scheduler
+    scheduler.add(0, 5, 1)
+    (chunk,) = scheduler.plan()
+    scheduler.remove(0)
+    scheduler.add(0, 7, 1)
+    scheduler.settle(chunk, [5, 5])
+    assert scheduler.plan() == [Chunk(0, 0, 0, 7, True)]
+
+
+def test_a_plan_that_was_not_computed_is_made_again() -> None:
+    simulation = make_simulation()
+    simulation.add(5, 1)
+    chunks = simulation.plan()
+    assert simulation.plan() == chunks
+    simulation.finish(random.Random(0), share=1.0)
+
+
+def test_settling_a_chunk_twice_is_caught() -> None:
+    simulation = make_simulation()
+    simulation.add(5, 1)
+    (chunk,) = store_all(simulation)
+    with pytest.raises(AssertionError, match="settled twice"):
+        simulation.scheduler.settle(chunk, [0, 0])
+
+
+def test_a_sequence_that_can_never_run_is_refused() -> None:
+    simulation = make_simulation(num_pages=9)
+    # four pages a layer, one page is left over
+    simulation.add(15, 1)
+    with pytest.raises(ValueError, match=r"17 tokens may need 10 pages, but the cache has 9"):
+        simulation.add(15, 2)
+    simulation.finish(random.Random(0), share=1.0)
+
+
+def test_a_key_in_line_is_refused_and_a_removed_one_is_new() -> None:
+    scheduler = make_simulation().scheduler
+    scheduler.add(7, 4, 1)
+    with pytest.raises(ValueError, match="sequence 7 is already in line"):
+        scheduler.add(7, 4, 1)
+    scheduler.remove(7)
+    scheduler.remove(7)
+    scheduler.add(7, 4, 1)
+    assert (scheduler.num_waiting, scheduler.num_running) == (1, 0)
+
+
+@pytest.mark.parametrize(("num_prompt", "max_new"), [(0, 3), (3, -1)])
+def test_bad_lengths_are_refused(num_prompt: int, max_new: int) -> None:
+    name = "num_prompt" if num_prompt < 1 else "max_new"
+    with pytest.raises(ValueError, match=f"{name} must be at least"):
+        make_simulation().scheduler.add(0, num_prompt, max_new)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("max_rows", 0, "between 1 and the 3 rows"),
+        ("max_rows", 4, "between 1 and the 3 rows"),
+        ("chunk_tokens", 0, "at least 1"),
+        ("max_step_tokens", 7, "at least 8"),
+    ],
+)
+def test_bad_limits_are_refused(name: str, value: int, message: str) -> None:
+    limits = {"max_rows": 3, "max_step_tokens": 8, "chunk_tokens": 8, name: value}
+    with pytest.raises(ValueError, match=f"{name} must .*{message}"):
+        Scheduler(Pages(8, 4, 2, 3), **limits, invariant=True)
