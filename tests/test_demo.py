@@ -12,6 +12,7 @@ from depthmix.cli import main
 from depthmix.data.prepare import prepare
 from depthmix.demo import run_demo
 from depthmix.presets import load_preset
+from tiny_runs import write_data
 
 BUDGET = 2e10
 
@@ -61,6 +62,21 @@ def test_demo_compares_at_equal_compute(model: Path, data: Path, tmp_path: Path)
     assert "…" not in printed
     assert (out / "losses.png").read_bytes()[:4] == b"\x89PNG"
     assert {path.name for path in out.iterdir()} == {"dense", "mod", "losses.png"}
+    # it ends with a text by the routed model, and with the way to more
+    shown, told, more = printed.split("A sample of small-mod")[1].strip().rsplit("\n", 2)
+    assert len(shown.split(":\n", 1)[1].strip()) > 9
+    assert re.fullmatch(r"48 tokens, [\d.,]+ tokens/s; [\d.]+% of blocks executed, .* KiB", told)
+    assert more == f"more: depthmix sample {routed.folder.path} --color"
+
+
+def test_demo_without_a_tokenizer_has_no_sample(model: Path, tmp_path: Path) -> None:
+    file = io.StringIO()
+    data = write_data(tmp_path / "data")
+    out = tmp_path / "out"
+    options = {"preset": str(model), "flops": BUDGET, "data": data, "out": out, "device": "cpu"}
+    assert run_demo(Console(file=file, width=80), **options) is not None
+    assert "no sample: the data in" in file.getvalue()
+    assert "without a tokenizer" in file.getvalue()
 
 
 def test_demo_needs_a_routed_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,9 @@
 """The demonstration: a routed model and its dense twin, counted, then trained at equal compute.
 
-Owns what is shown. The training is the ordinary one, on the default corpus.
+Owns what is shown. The training is the ordinary one, on the default corpus, and so is the sampling.
 """
 
+import shlex
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +14,13 @@ from rich.table import Table
 
 from depthmix.describe import describe_model, print_tables
 from depthmix.flops import count_steps
+from depthmix.infer import SamplingParams
 from depthmix.plot import draw_text_plot, plot_losses
 from depthmix.presets import load_model
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir, name_run
+from depthmix.sampler import open_sampler
+from depthmix.show import Show
 from depthmix.train.launch import Plan, launch
 
 FLOPS = 1e13
@@ -24,6 +28,10 @@ PICTURE = "losses.png"
 
 # a small batch, because a small budget pays for few steps
 RECIPE = {"train.batch_size": 8, "train.log_every": 5, "train.val_tokens": 16384}
+
+# the same text each time, of a model that is the same each time
+SAMPLING = SamplingParams(max_tokens=48, temperature=0.8, top_p=0.95, seed=0)
+PROMPT = "import"
 
 
 class Trained(NamedTuple):
@@ -96,8 +104,10 @@ def run_demo(
         "not how the two compare at a real budget.",
         highlight=False,
     )
-    console.print(f"the picture: {picture}", highlight=False, soft_wrap=True)
-    console.print(f"the runs: depthmix runs {folder}", highlight=False, soft_wrap=True)
+    _say(console, f"the picture: {picture}")
+    _say(console, f"the runs: depthmix runs {folder}")
+    # of other data nobody knows how a text begins: with nothing
+    show_sample(console, routed, PROMPT if data is None else "", device)
     return dense, routed
 
 
@@ -107,6 +117,26 @@ def read_run(name: str, folder: RunDir) -> Trained:
     curve = [(record["flops"], record["loss"]) for record in train]
     val = folder.read_metrics("val")
     return Trained(name, folder, curve, train[-1], val[-1] if val else {})
+
+
+def show_sample(console: Console, run: Trained, prompt: str, device: str | None) -> None:
+    """A few dozen tokens of the model, token by token, and what depth saved."""
+    path = run.folder.path
+    try:
+        sampler = open_sampler(path, device=device, max_batch=1)
+    except ValueError as error:
+        # data that came as ids has no tokenizer
+        _say(console, f"\nno sample: {error}")
+        return
+    _say(
+        console, f"\nA sample of {run.name}, which decides causally now; it has seen little text:\n"
+    )
+    show = Show(sampler, [prompt], SAMPLING, stream=True, file=console.file)
+    show.run()
+    for line in show.summarize():
+        _say(console, line)
+    more = f"--prompt {shlex.quote(prompt)} " if prompt else ""
+    _say(console, f"more: depthmix sample {shlex.quote(str(path))} {more}--color")
 
 
 def print_result(console: Console, dense: Trained, routed: Trained) -> None:
@@ -134,6 +164,10 @@ def print_result(console: Console, dense: Trained, routed: Trained) -> None:
     per_token = [run.last["flops"] / run.last["tokens"] for run in runs]
     add("speed-up, by FLOPs", "{:.2f} x", None, per_token[0] / per_token[1])
     console.print(table)
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _find_bits(run: Trained) -> float | None:

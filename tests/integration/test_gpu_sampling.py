@@ -3,20 +3,26 @@
 No hypothesis here: these run where nothing can be installed.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
 from depthmix.infer import Engine, SamplingParams
-from variants import causal_cases, make_model, make_tokens
+from depthmix.infer.decode import SingleStep
+from depthmix.infer.runner import find_obstacle
+from variants import causal_cases, make_config, make_model, make_tokens
 
 pytestmark = pytest.mark.gpu
 
 PROMPTS = (1, 7, 13, 30, 4)
 
 
-def check(name: str, selector: str | None, *, max_batch: int, compile: bool = False) -> None:
+def check(
+    name: str, selector: str | None, *, max_batch: int, compile: bool = False, **overrides: Any
+) -> Engine:
     """Greedy tokens, log-probabilities and depths of a batch that joins and leaves."""
-    model = make_model(name, dtype=torch.float32).cuda()
+    model = make_model(make_config(name, **overrides), dtype=torch.float32).cuda()
     engine = Engine(
         model, selector=selector, max_batch=max_batch, page_size=4, chunk_tokens=8, compile=compile
     )
@@ -41,6 +47,7 @@ def check(name: str, selector: str | None, *, max_batch: int, compile: bool = Fa
             kept = torch.stack([r.slot[0] >= 0 for r in output.routings], dim=1)
             assert [list(path) for path in sample.depth.blocks] == kept.tolist()[:-1]
     assert engine.pages.num_used == 0
+    return engine
 
 
 @pytest.mark.parametrize(("name", "selector"), causal_cases())
@@ -48,9 +55,20 @@ def test_recorded_steps_equal_the_forward_pass(name: str, selector: str | None) 
     check(name, selector, max_batch=4)
 
 
-@pytest.mark.parametrize("name", ["dense", "mod", "mod_aux", "early_exit"])
-def test_one_sequence_equals_the_forward_pass(name: str) -> None:
-    check(name, None, max_batch=1)
+FUSED = [
+    (name, selector)
+    for name, selector in causal_cases()
+    if find_obstacle(make_config(name, width=64)) is None and selector != "all"
+]
+
+
+@pytest.mark.parametrize(("name", "selector"), FUSED)
+def test_one_sequence_in_one_kernel_equals_the_forward_pass(
+    name: str, selector: str | None
+) -> None:
+    engine = check(name, selector, max_batch=1, width=64)
+    assert engine.runner.can_fuse
+    assert all(isinstance(step, SingleStep) for step in engine.runner.steps.values())
 
 
 @pytest.mark.parametrize("name", ["dense", "mod", "mod_kv", "mode_staged"])

@@ -271,6 +271,17 @@ def test_preemption_happens_and_nobody_notices(invariant: bool, record: bool) ->
     assert 0 < stats.cache_bytes_peak <= stats.cache_bytes_total
 
 
+@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize("invariant", [True, False])
+def test_a_prompt_of_one_token_in_a_row_that_another_left(invariant: bool, record: bool) -> None:
+    """It begins like a token that goes on, and must not find what was there before."""
+    wishes = [Wish(num, 4, seed=seed) for seed, num in enumerate((1, 1, 5, 1, 1, 7, 1))]
+    for max_batch in (1, 3):
+        options: dict[str, Any] = {"max_batch": max_batch, "page_size": 2, "chunk_tokens": 4}
+        options |= {"invariant": invariant, "record": record}
+        check_exactness(("mod", "router"), wishes, None, **options)
+
+
 def test_tokens_that_only_offer_keys() -> None:
     """Decoupled routing alone in its step: a token is stored in a block that nobody enters."""
     wishes = [Wish(3, 24, seed=seed) for seed in range(3)]

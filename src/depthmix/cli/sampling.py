@@ -1,0 +1,159 @@
+"""The verb that writes text with a trained model."""
+
+import random
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from depthmix.cli.arguments import PlainCommand, app
+
+MAX_BATCH = 8
+
+
+@app.command(cls=PlainCommand)
+def sample(
+    run: Annotated[Path, typer.Argument(help="A run's folder.", metavar="RUN")],
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text to go on from; may be repeated. Without one, a new document begins.",
+            metavar="TEXT",
+        ),
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            help="A file whose whole text is one more prompt; - is stdin.", metavar="FILE"
+        ),
+    ] = None,
+    n: Annotated[int, typer.Option("--n", "-n", help="Samples of each prompt.")] = 1,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a sample.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(help="Divides the logits; 0 takes the most probable token.")
+    ] = 0.8,
+    top_k: Annotated[
+        int, typer.Option(help="Draw among so many most probable tokens; 0 means all.")
+    ] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the tokens that reach this share; 1 means all.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Leave out tokens below this share of the best; 0 means none.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, tokens that were there are less likely.")
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="Text that ends a sample; may be repeated.", metavar="TEXT"),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after the end of a document.")
+    ] = False,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed gives the same text; a new one if empty.")
+    ] = None,
+    selector: Annotated[
+        str | None,
+        typer.Option(
+            help="Who decides over depth: predictor, router, or all to skip nothing.",
+            show_default="the trained head",
+        ),
+    ] = None,
+    stream: Annotated[
+        bool | None,
+        typer.Option(
+            "--stream/--no-stream",
+            help="Print text while it comes, of several samples each when it is done.",
+            show_default="on a terminal",
+        ),
+    ] = None,
+    color: Annotated[
+        bool, typer.Option("--color", help="Shade each token by the routed blocks it used.")
+    ] = False,
+    echo: Annotated[bool, typer.Option("--echo/--no-echo", help="Print prompts, too.")] = True,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(help="With --json: log-probabilities, and those of so many other tokens."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each sample as one line of JSON.")
+    ] = False,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="best, newest, or a step; the best if it is known.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Where the tokenizer is, for a run whose data is gone.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    batch: Annotated[int, typer.Option(help="Most samples at a time.")] = MAX_BATCH,
+) -> None:
+    """Write text with a trained model.
+
+    A line at the end tells the speed and what depth saved. Ctrl-C keeps what was made so far.
+
+    \b
+    For example:
+      depthmix sample runs/demo-20261115-142233 --prompt "def main(" --color
+      depthmix sample runs/demo-20261115-142233 --file start.txt -n 4 --top-p 0.9 --json
+    """
+    from depthmix.rundir import RunDir
+
+    # what can be wrong is asked before torch takes its seconds to load
+    RunDir.open(run)
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"--device {device} is neither cpu nor cuda")
+    if batch < 1:
+        raise ValueError(f"--batch {batch} must be at least 1")
+    if as_json and color:
+        raise ValueError("--json has the depth of each token and no colours: leave out --color")
+    if logprobs is not None and not as_json:
+        raise ValueError("--logprobs are told with --json: add it")
+    texts = read_prompts(prompt, file)
+    from depthmix.infer import SamplingParams
+    from depthmix.sampler import open_sampler
+    from depthmix.show import Show
+    from depthmix.train.interrupt import Interrupt
+
+    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k}
+    options |= {"top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    # drawn here, so that it can be told
+    told_seed = random.SystemRandom().getrandbits(31) if seed is None else seed
+    options |= {"stop": stop or [], "n": n, "seed": told_seed, "logprobs": logprobs}
+    params = SamplingParams(**options)
+    sampler = open_sampler(
+        run,
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        device=device,
+        selector=selector,
+        max_batch=min(batch, n * len(texts)),
+    )
+    end_token = sampler.vocabulary.end_token
+    if end_token is not None and not ignore_eos:
+        params = SamplingParams(**options, stop_tokens=[end_token])
+    if stream is None:
+        stream = sys.stdout.isatty() and n * len(texts) == 1
+    show = Show(sampler, texts, params, stream=stream, color=color, echo=echo, as_json=as_json)
+    with Interrupt() as interrupt:
+        show.run(lambda: interrupt.signal)
+    if not as_json:
+        # on stderr, so that stdout has the text alone
+        for line in show.summarize(tell_seed=seed is None and temperature > 0):
+            print(line, file=sys.stderr)
+    if interrupt.signal is not None:
+        raise typer.Exit(128 + interrupt.signal)
+
+
+def read_prompts(prompts: list[str] | None, file: str | None) -> list[str]:
+    """All prompts; one without text where there are none."""
+    texts = list(prompts or [])
+    if file is not None:
+        try:
+            data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+            texts.append(data.decode())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--file {file} is not text in UTF-8: {error.reason}") from error
+    return texts or [""]

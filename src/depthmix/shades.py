@@ -1,0 +1,219 @@
+"""How samples are shown: text shaded by depth, a line of numbers, JSON.
+
+Owns colours and wording. Knows nothing of runs, files and tokenizers.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from depthmix.describe import format_bytes
+from depthmix.infer.depth import Depth, join_depths
+from depthmix.infer.results import Sample, Stats
+from depthmix.infer.text import TextStream
+
+# from light to strong, in the colours of most terminals and in all of them
+SHADES_256 = (255, 189, 153, 111, 68, 25, 18)
+SHADES_RGB = ((234, 242, 251), (107, 174, 214), (8, 48, 107))
+# from this share on a background is dark, and its text white
+DARK = 0.6
+RESET, BOLD = "\x1b[0m", "\x1b[1m"
+
+# A model can write what a terminal takes for a command. Pictures of these characters are harmless.
+_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+_CONTROLS |= {0x7F: 0x2421, **{code: 0xFFFD for code in range(0x80, 0xA0)}}
+
+
+@runtime_checkable
+class Screen(Protocol):
+    """What text is printed to: a terminal, a file, or memory."""
+
+    def write(self, text: str, /) -> int:
+        """Take text."""
+        ...
+
+    def flush(self) -> None:
+        """Show it now."""
+        ...
+
+    def isatty(self) -> bool:
+        """Whether somebody looks at it."""
+        ...
+
+
+class Piece(NamedTuple):
+    """Text of one token, or of a few that only together are text."""
+
+    text: str
+    depth: int | None
+    """Routed blocks that it went through, of several tokens the deepest; None while unknown."""
+
+
+class DepthText:
+    """Joins a sample's certain text with the depth of its tokens, which is known a token later.
+
+    The text decides what is shown: what a stop string cut off has tokens too.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._stream = TextStream(decode)
+        self._deepest = 0
+        self._pieces: deque[Piece] = deque()
+        self._certain = ""
+
+    def add_text(self, text: str) -> None:
+        """More text that is certain."""
+        self._certain += text
+
+    def add_token(self, token: int, path: Sequence[bool]) -> None:
+        """The next token, now that it has been computed."""
+        self._deepest = max(self._deepest, sum(path))
+        text = self._stream.add(token)
+        if text:
+            self._pieces.append(Piece(text, self._deepest))
+            self._deepest = 0
+
+    def take(self) -> list[Piece]:
+        """What can be shown now."""
+        shown = []
+        while self._pieces and len(self._pieces[0].text) <= len(self._certain):
+            shown.append(self._pieces.popleft())
+            self._certain = self._certain[len(shown[-1].text) :]
+        return shown
+
+    def finish(self) -> list[Piece]:
+        """The rest of the text, which includes what was never computed."""
+        shown = self.take()
+        if self._pieces and self._certain:
+            # a stop string was cut out of the middle of a token
+            shown.append(Piece(self._certain, self._pieces[0].depth))
+        elif self._certain:
+            shown.append(Piece(self._certain, None))
+        self._certain = ""
+        self._pieces.clear()
+        return shown
+
+
+def shade_tokens(
+    decode: Callable[[list[int]], str],
+    tokens: Sequence[int],
+    paths: Sequence[Sequence[bool]],
+    text: str,
+) -> list[Piece]:
+    """A whole text in pieces; the last tokens may have no path."""
+    joined = DepthText(decode)
+    joined.add_text(text)
+    for token, path in zip(tokens, paths, strict=False):
+        joined.add_token(token, path)
+    return joined.finish()
+
+
+class Shader:
+    """Makes depth visible: by background colours, or by brackets where there are no colours."""
+
+    def __init__(self, num_blocks: int, palette: Literal["rgb", "256"] | None) -> None:
+        self.num_blocks, self.palette = num_blocks, palette
+
+    def paint(self, piece: Piece) -> str:
+        """The piece's text as it goes to the terminal."""
+        text, depth = hide_controls(piece.text), piece.depth
+        if depth is None or (self.palette is None and depth == 0):
+            return text
+        # or the depth of a line's end could not be seen
+        lines = text.replace("\n", "↵\n").split("\n")
+        if self.palette is None:
+            return f"[{chr(10).join(lines)}]{depth}"
+        start = _choose_colors(depth / self.num_blocks, self.palette)
+        # a background that is open at the end of a line fills the rest of it
+        return "\n".join(f"{start}{line}{RESET}" if line else "" for line in lines)
+
+    def explain(self) -> str:
+        """A legend."""
+        if self.palette is None:
+            return (
+                f"[token]N went through N of the {self.num_blocks} routed blocks, other tokens "
+                f"through none of them"
+            )
+        # at most nine steps, the first and the last among them
+        count = min(self.num_blocks, 8)
+        steps = sorted({round(i * self.num_blocks / count) for i in range(count + 1)})
+        shown = "".join(self.paint(Piece(f" {depth} ", depth)) for depth in steps)
+        return f"routed blocks used: {shown} of {self.num_blocks}"
+
+
+def choose_palette(file: Screen) -> Literal["rgb", "256"] | None:
+    """What colours a file shows: those of a terminal, unless the environment says otherwise."""
+    environment = os.environ
+    forced = bool(environment.get("FORCE_COLOR"))
+    plain = bool(environment.get("NO_COLOR")) or environment.get("TERM") == "dumb"
+    if plain or not (forced or file.isatty()):
+        return None
+    return "rgb" if environment.get("COLORTERM") in ("truecolor", "24bit") else "256"
+
+
+def hide_controls(text: str) -> str:
+    """The text without what could move the cursor or worse; lines and tabs stay."""
+    return text.translate(_CONTROLS)
+
+
+def summarize(samples: Sequence[Sample], stats: Stats, tokens_per_second: float | None) -> str:
+    """One line: how much, how fast, and what depth saved."""
+    count = sum(len(sample.tokens) for sample in samples)
+    depth = join_depths([sample.depth for sample in samples])
+    speed = "" if tokens_per_second is None else f", {tokens_per_second:,.1f} tokens/s"
+    return (
+        f"{count:,} token{'' if count == 1 else 's'}{speed}; {depth.share_executed:.1%} of blocks "
+        f"executed, {depth.share_saved:.1%} of the dense FLOPs saved; cache "
+        f"{format_bytes(stats.cache_bytes_peak)}"
+    )
+
+
+def to_dict(
+    prompt: str,
+    prompt_tokens: Sequence[int],
+    number: int,
+    sample: Sample,
+    decode: Callable[[list[int]], str],
+) -> dict[str, Any]:
+    """A sample as plain data."""
+    tops = None
+    if sample.top_logprobs is not None:
+        tops = [
+            [{"token": t, "text": decode([t]), "logprob": logprob} for t, logprob in place]
+            for place in sample.top_logprobs
+        ]
+    return {
+        "prompt": prompt,
+        "prompt_tokens": list(prompt_tokens),
+        "sample": number,
+        "text": sample.text,
+        "tokens": list(sample.tokens),
+        "finish": sample.finish,
+        "logprobs": None if sample.logprobs is None else list(sample.logprobs),
+        "top_logprobs": tops,
+        "depth": _describe_depth(sample.depth),
+    }
+
+
+def _describe_depth(depth: Depth) -> dict[str, Any]:
+    return {
+        "routed_blocks": len(depth.blocks[0]) if depth.blocks else 0,
+        "used_by_token": [sum(path) for path in depth.blocks],
+        "share_executed": depth.share_executed,
+        "share_saved": depth.share_saved,
+        "flops": depth.flops,
+        "dense_flops": depth.dense_flops,
+    }
+
+
+def _choose_colors(share: float, palette: Literal["rgb", "256"]) -> str:
+    """The escape sequence of a background and of a text that can be read on it."""
+    if palette == "256":
+        background = SHADES_256[round(share * (len(SHADES_256) - 1))]
+        return f"\x1b[48;5;{background};38;5;{231 if share >= DARK else 16}m"
+    lower = min(int(share * 2), 1)
+    mixed = zip(SHADES_RGB[lower], SHADES_RGB[lower + 1], strict=True)
+    red, green, blue = (round(a + (b - a) * (share * 2 - lower)) for a, b in mixed)
+    ink = 255 if share >= DARK else 0
+    return f"\x1b[48;2;{red};{green};{blue};38;2;{ink};{ink};{ink}m"
