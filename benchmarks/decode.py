@@ -52,7 +52,7 @@ from depthmix.nn import Transformer
 
 PARTS = ("compile", "transformers", "batch", "prefill", "energy", "generate")
 MIN_STEPS = 200
-MAX_CORRECTIONS, SHARE_TOLERANCE = 4, 0.01
+MAX_CORRECTIONS, SHARE_TOLERANCE = 1, 0.015
 BYTES_PER_SECOND = 4.8e12
 
 

@@ -52,7 +52,7 @@ def prepare_decode(
     (step,) = engine.runner.steps.values()
     cache = engine.runner.cache
     for row in range(batch):
-        engine.pages.reserve(row, lap)
+        assert engine.pages.reserve(row, lap - batch)
     cache.follow(engine.pages.drain_changes())
     lengths, inputs = cache.lengths.clone(), step.inputs.clone()
     tokens = torch.randint(config.vocab_size, (lap, batch), device=inputs.device)

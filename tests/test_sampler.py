@@ -1,5 +1,6 @@
 """A run on disk can be sampled from wherever it is, as long as a tokenizer can be found."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -62,9 +63,40 @@ def test_checkpoints_have_names(run: Path) -> None:
         find_checkpoint(folder, "step-3")
 
 
+def forget_tokenizer(run: RunDir) -> None:
+    """As runs were before they kept a copy of it."""
+    (run.path / "tokenizer.json").unlink()
+    provenance = run.read_json("provenance.json")
+    for start in provenance["starts"]:
+        del start["data"]["tokenizer_hash"], start["data"]["end_token"]
+    (run.path / "provenance.json").write_text(json.dumps(provenance))
+
+
+def test_a_run_keeps_its_tokenizer(run: Path, tmp_path: Path) -> None:
+    """Moved, and without its data, it can be sampled; another tokenizer in its place is refused."""
+    known = (run.parent / "data" / "tokenizer.json").read_bytes()
+    assert (run / "tokenizer.json").read_bytes() == known
+    moved = RunDir.open(shutil.copytree(run, tmp_path / "run"))
+    (run.parent / "data").rename(run.parent / "elsewhere")
+    try:
+        sampler = open_sampler(moved.path, device="cpu")
+        assert sampler.decode(sampler.encode("line 1")) == "<|endoftext|>line 1"
+        # what the data says of its end is true, whatever the tokenizer's names are
+        provenance = moved.read_json("provenance.json")
+        provenance["starts"][-1]["data"]["end_token"] = 7
+        (moved.path / "provenance.json").write_text(json.dumps(provenance))
+        assert find_vocabulary(moved).end_token == 7
+        (moved.path / "tokenizer.json").write_bytes(known.replace(b"<|endoftext|>", b"<|other|>"))
+        with pytest.raises(ValueError, match=r"is not the tokenizer .* put that one back"):
+            find_vocabulary(moved)
+    finally:
+        (run.parent / "elsewhere").rename(run.parent / "data")
+
+
 def test_a_tokenizer_is_found_or_named(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run.parent, tmp_path / "moved")
     moved = RunDir.open(tmp_path / "moved" / "run")
+    forget_tokenizer(moved)
     # a run that moved still knows its data's old place
     known = find_vocabulary(moved)
     assert known.end_token == 0
@@ -78,13 +110,16 @@ def test_a_tokenizer_is_found_or_named(run: Path, tmp_path: Path) -> None:
             assert vocabulary.end_token == 0
             assert vocabulary.tokenizer.to_str() == known.tokenizer.to_str()
         shutil.copy(data / "tokenizer.json", moved.path)
-        assert find_vocabulary(moved).tokenizer.to_str() == known.tokenizer.to_str()
+        found = find_vocabulary(moved)
+        assert found.tokenizer.to_str() == known.tokenizer.to_str()
+        assert found.end_token == 0
     finally:
         (run.parent / "elsewhere").rename(run.parent / "data")
 
 
 def test_other_data_in_the_same_place_is_refused(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "tokenizer.json").unlink()
     provenance = copy / "provenance.json"
     changed = provenance.read_text().replace('"hash": "', '"hash": "0')
     provenance.write_text(changed)

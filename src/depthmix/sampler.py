@@ -5,10 +5,10 @@ samples are shown.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from depthmix.checkpoint.folder import list_checkpoints, name_checkpoint
 from depthmix.checkpoint.weights import choose_checkpoint
 from depthmix.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 from depthmix.data.tokenizer import TOKENIZER_FILE, find_end_token, load_tokenizer
+from depthmix.data.writer import hash_file
 from depthmix.infer import Engine, Event, SamplingParams
 from depthmix.rundir import RunDir
 
@@ -152,9 +153,9 @@ def find_vocabulary(run: RunDir, given: str | None = None) -> Vocabulary:
         if (Path(given) / MANIFEST_FILE).is_file():
             return _read_data(Path(given), read_manifest(Path(given)))
         return _read_tokenizer(given)
-    if (run.path / TOKENIZER_FILE).is_file():
-        return _read_tokenizer(run.path)
     starts = run.read_json("provenance.json").get("starts", [])
+    if (run.path / TOKENIZER_FILE).is_file():
+        return _read_copy(run.path / TOKENIZER_FILE, starts[-1]["data"] if starts else {})
     if not starts:
         raise ValueError(
             f"{run.path} does not say what data it was trained on: name its tokenizer with "
@@ -182,6 +183,18 @@ def _read_data(folder: Path, manifest: Manifest) -> Vocabulary:
             f"the data in {folder} came as ids, without a tokenizer: name it with --tokenizer"
         )
     return Vocabulary(load_tokenizer(folder / manifest.tokenizer), manifest.end_token)
+
+
+def _read_copy(path: Path, used: Mapping[str, Any]) -> Vocabulary:
+    """The tokenizer in a run's folder; runs of older releases note neither hash nor end token."""
+    wanted = used.get("tokenizer_hash")
+    if wanted is not None and hash_file(path) != wanted:
+        raise ValueError(
+            f"{path} is not the tokenizer that the run was trained with: put that one back, or "
+            f"name it with --tokenizer"
+        )
+    found = _read_tokenizer(path)
+    return found._replace(end_token=used.get("end_token", found.end_token))
 
 
 def _read_tokenizer(place: str | Path) -> Vocabulary:

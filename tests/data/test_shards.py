@@ -1,5 +1,7 @@
 """A folder is opened only whole, and its documents are read over all shards."""
 
+import dataclasses
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +46,25 @@ def test_what_a_corpus_says_of_itself(make_folder: FolderMaker) -> None:
         corpus.split("train").read(2)
     with pytest.raises(ValueError, match="without a tokenizer"):
         corpus.load_tokenizer()
+
+
+def test_a_tokenizer_is_copied_once(make_folder: FolderMaker, tmp_path: Path) -> None:
+    folder, place = make_folder([[1]]), tmp_path / "place"
+    place.mkdir()
+    corpus = Corpus.open(folder)
+    corpus.copy_tokenizer(place)
+    assert list(place.iterdir()) == []
+    origin = {"folder": str(folder), "hash": corpus.manifest_hash, "end_token": 0}
+    assert corpus.describe_origin() == {**origin, "tokenizer_hash": None}
+    corpus.manifest = dataclasses.replace(corpus.manifest, tokenizer="words.json")
+    for content in ("first", "second"):
+        (folder / "words.json").write_text(content)
+        corpus.copy_tokenizer(place)
+        sha256 = hashlib.sha256(content.encode()).hexdigest()
+        assert corpus.describe_origin() == {**origin, "tokenizer_hash": sha256}
+        # what is there is not written over
+        assert [path.name for path in place.iterdir()] == ["tokenizer.json"]
+        assert (place / "tokenizer.json").read_text() == "first"
 
 
 def test_an_empty_split(make_folder: FolderMaker) -> None:

@@ -350,8 +350,15 @@ def test_bad_options_are_refused(options: dict[str, Any], sentence: str) -> None
         ([1, 64], {}, "token 64 is not in the vocabulary of 64"),
         ([-1, 1], {}, "token -1 is not in the vocabulary of 64"),
         ([1], {"stop": ["x"]}, "stop strings need text: give the engine a `decode` function"),
-        ([1] * 9, {"max_tokens": 25}, r"num_prompt \+ max_new = 33 tokens may need 36 pages"),
-        ([1] * 9, {"max_tokens": 25, "n": 3}, "make it larger"),
+        (
+            [1] * 9,
+            {"max_tokens": 25},
+            "max_tokens = 25 after a prompt of 9 tokens needs cache_tokens = 36, and there are 32: "
+            "ask for fewer, shorten the prompt, or give the engine more",
+        ),
+        ([1] * 9, {"max_tokens": 25, "n": 3}, "max_tokens = 25 after a prompt of 9 tokens"),
+        # no more than max_seq_len come, whatever is asked for
+        ([1] * 9, {"max_tokens": 500}, "max_tokens = 500 .* needs cache_tokens = 64"),
     ],
 )
 def test_bad_requests_are_refused_and_leave_nothing(
@@ -473,9 +480,29 @@ def test_the_best_selector_is_chosen(name: str, selector: str | None) -> None:
 
 @pytest.mark.parametrize("selector", [None, "router", "predictor"])
 def test_a_random_choice_cannot_decide_causally(selector: str | None) -> None:
-    with pytest.raises(ValueError, match="a random choice has no causal head"):
+    told = f"^a random choice has no causal head for selector '{selector or 'router'}': use 'all'$"
+    with pytest.raises(ValueError, match=told):
         Engine(get_model("stochastic"), selector=selector)
     assert Engine(get_model("stochastic"), selector="all").selector == "all"
+
+
+@pytest.mark.parametrize(
+    ("name", "selector", "advice"),
+    [
+        ("mod", "topk", "not written yet: use 'predictor' or 'router' or 'all'"),
+        ("mod", "oracle", "no selector 'oracle': use 'predictor' or 'router' or 'all'"),
+        ("mod_aux", "predictor", "needs a predictor: use 'router' or 'all'"),
+        ("stochastic", "topk", "not written yet: use 'all'"),
+    ],
+)
+def test_advice_names_selectors_that_the_engine_takes(
+    name: str, selector: str, advice: str
+) -> None:
+    config = make_config(name)
+    with pytest.raises(ValueError, match=f"{advice}$"):
+        choose_selector(config, selector)
+    for named in advice.partition(": use ")[2].split(" or "):
+        assert choose_selector(config, named.strip("'")) == named.strip("'")
 
 
 def test_a_cpu_is_invariant_unless_told() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from depthmix.kernels import multiply_groups
+from depthmix.kernels import grouped, multiply_groups
 
 
 def make_ends(counts: list[int]) -> Tensor:
@@ -37,6 +37,30 @@ def test_product_equals_a_loop_over_rows(counts: list[int], width: int, columns:
     found = torch.autograd.grad((ours * upstream).sum(), (x, weight))
     for ours_grad, truth_grad in zip(found, expected, strict=True):
         torch.testing.assert_close(ours_grad, truth_grad, rtol=0, atol=1e-13)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.integers(1, 4), st.integers(1, 5))
+def test_product_that_asks_nobody_equals_the_loop(
+    counts: list[int], width: int, columns: int
+) -> None:
+    torch.manual_seed(sum(counts))
+    x = torch.randn(sum(counts), width, dtype=torch.float64)
+    weight = torch.randn(len(counts), width, columns, dtype=torch.float64)
+    found = grouped.multiply_all_groups(x, weight, make_ends(counts))
+    truth = multiply_groups(x, weight, make_ends(counts))
+    torch.testing.assert_close(found, truth, rtol=0, atol=1e-13)
+
+
+def test_product_that_asks_nobody_reads_no_number() -> None:
+    """A meta tensor has none; and rows that are not finite stay among themselves."""
+    x, weight = torch.randn(6, 4), torch.randn(3, 4, 2)
+    arguments = [t.to("meta") for t in (x, weight, make_ends([1, 0, 5]))]
+    assert grouped.multiply_all_groups(*arguments).shape == (6, 2)
+    x[0], weight[1] = torch.inf, torch.nan
+    found = grouped.multiply_all_groups(x, weight, make_ends([1, 0, 5]))
+    assert found[1:].isfinite().all()
+    assert not found[0].isfinite().any()
 
 
 @pytest.mark.parametrize("counts", [[2, 3, 1], [0, 4, 0], [0, 0, 5], [5, 0, 0]])

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import shutil
 import signal
@@ -213,6 +214,29 @@ def test_a_resumed_run_tells_its_starts(stopped: Path) -> None:
     assert (outcome.state, outcome.step) == ("finished", 10)
     assert printed == f"{stopped} is finished, all its 10 steps: there is nothing left to do\n"
     assert read_tree(stopped) == before
+
+
+def test_a_run_and_its_resume_keep_the_tokenizer(data: Path, tmp_path: Path) -> None:
+    """A run of an older release has none, and gets it when it goes on."""
+    mine, out = shutil.copytree(data, tmp_path / "data"), tmp_path / "run"
+    (mine / "tokenizer.json").write_text("{}")
+    manifest = mine / "manifest.json"
+    manifest.write_text(
+        manifest.read_text().replace('"tokenizer": null', '"tokenizer": "tokenizer.json"', 1)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, 3)
+        say(Plan(run=make_run(), data=mine, out=out))
+    copy = out / "tokenizer.json"
+    assert copy.read_text() == "{}"
+    copy.unlink()
+    provenance = RunDir.open(out).read_json("provenance.json")
+    for name in ("tokenizer_hash", "end_token"):
+        assert provenance["starts"][0]["data"].pop(name) is not None
+    (out / "provenance.json").write_text(json.dumps(provenance))
+    assert say(Plan(resume=out))[0][0].state == "finished"
+    assert copy.read_text() == "{}"
+    assert not list(out.glob("*.part"))
 
 
 def test_damaged_files_of_a_run(half: Path, stopped: Path) -> None:

@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 
 app = typer.Typer(
     name="depthmix",
-    help="Mixture-of-Depths transformers: count, prepare, train.",
+    help="Mixture-of-Depths transformers: describe, prepare, train, sample.",
     add_completion=False,
     # plain help: the rich one takes three times as long to come up
     rich_markup_mode=None,

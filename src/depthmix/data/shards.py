@@ -5,16 +5,18 @@ batches, and nothing of how the folder was made.
 """
 
 import mmap
+import shutil
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from jaxtyping import Int, Int64
 
+from depthmix.data.disk import PART
 from depthmix.data.manifest import SPLITS, Manifest, SplitSummary, read_manifest
-from depthmix.data.tokenizer import load_tokenizer
+from depthmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from depthmix.data.writer import INDEX_DTYPE, hash_file
 
 if TYPE_CHECKING:
@@ -160,6 +162,25 @@ class Corpus:
                 f"--tokenizer to turn ids into text"
             )
         return load_tokenizer(self.folder / self.manifest.tokenizer)
+
+    def copy_tokenizer(self, folder: Path) -> None:
+        """Put the tokenizer's file beside what is made from the ids; one that is there stays."""
+        copy, name = folder / TOKENIZER_FILE, self.manifest.tokenizer
+        if name is not None and not copy.exists():
+            # a kill leaves the whole file or none
+            part = copy.with_name(copy.name + PART)
+            shutil.copyfile(self.folder / name, part)
+            part.replace(copy)
+
+    def describe_origin(self) -> dict[str, Any]:
+        """What a run notes of its data, to find it again and to know it."""
+        name = self.manifest.tokenizer
+        return {
+            "folder": str(self.folder.resolve()),
+            "hash": self.manifest_hash,
+            "end_token": self.end_token,
+            "tokenizer_hash": None if name is None else hash_file(self.folder / name),
+        }
 
     @property
     def bytes_per_token(self) -> float | None:

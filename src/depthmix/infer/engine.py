@@ -23,6 +23,9 @@ from depthmix.nn import Transformer
 # seeds of a request's samples lie this far apart: no two requests' samples meet by counting up
 SEED_STRIDE = 0x5DEECE66D
 
+# the best first
+CAUSAL_SELECTORS = ("predictor", "router", "all")
+
 
 class Engine:
     """Generates from a model: `generate` for all at once, `add` and `step` to see tokens come."""
@@ -99,9 +102,7 @@ class Engine:
     def add(self, prompt: Sequence[int], params: SamplingParams | None = None) -> int:
         """Put a request in line; returns its number, which its events carry."""
         params = SamplingParams() if params is None else params
-        self._check(prompt, params)
-        # the last token is told and never computed
-        max_new = min(params.max_tokens, self.config.max_seq_len - len(prompt) + 1)
+        max_new = self._check(prompt, params)
         seed = self._random.getrandbits(62) if params.seed is None else params.seed
         request, self._num_requests = self._num_requests, self._num_requests + 1
         for number in range(params.n):
@@ -193,7 +194,8 @@ class Engine:
             cache_bytes_total=each * self.pages.num_pages,
         )
 
-    def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def _check(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        """Refuse what can never be done; returns how many tokens may come."""
         config = self.config
         if len(prompt) == 0:
             raise ValueError("a prompt needs at least one token")
@@ -210,6 +212,17 @@ class Engine:
             )
         if params.stop and self.decode is None:
             raise ValueError("stop strings need text: give the engine a `decode` function")
+        max_new = min(params.max_tokens, config.max_seq_len - len(prompt) + 1)
+        # the last token is told and never computed
+        num_tokens, page_size = len(prompt) + max_new - 1, self.pages.page_size
+        room = self.pages.num_pages // config.num_layers * page_size
+        if num_tokens > room:
+            raise ValueError(
+                f"max_tokens = {params.max_tokens} after a prompt of {len(prompt)} tokens needs "
+                f"cache_tokens = {-(-num_tokens // page_size) * page_size}, and there are {room}: "
+                f"ask for fewer, shorten the prompt, or give the engine more"
+            )
+        return max_new
 
     def _take_tokens(self, chunk: Chunk) -> list[int]:
         return self._tracks[chunk.key].tokens[chunk.start : chunk.start + chunk.count]
@@ -263,17 +276,16 @@ class Engine:
 
 def choose_selector(config: ModelConfig, selector: str | None) -> str | None:
     """The causal selector to generate with: the one asked for, or the best that there is."""
+    fits = [s for s in CAUSAL_SELECTORS if config.find_selector_problem(s) is None]
+    advice = f"use {' or '.join(map(repr, fits))}"
     if selector == "topk":
-        raise ValueError(
-            "selector 'topk' looks at tokens that are not written yet: use 'predictor', 'router' "
-            "or 'all'"
-        )
+        raise ValueError(f"selector 'topk' looks at tokens that are not written yet: {advice}")
     if selector is None and config.needs_selector_to_decode:
-        fits = config.find_selector_problem("predictor") is None
-        selector = "predictor" if fits else "router"
+        selector = "predictor" if "predictor" in fits else "router"
     problem = config.find_selector_problem(selector)
     if problem is not None:
-        raise ValueError(problem)
+        # the rest of that sentence is for training, where 'topk' is fine and a head can be added
+        raise ValueError(f"{problem.split(': ')[0]}: {advice}")
     return selector
 
 

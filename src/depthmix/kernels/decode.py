@@ -31,11 +31,11 @@ from depthmix.kernels.stages import (
     decide,
     foresee,
     jit,
+    load_context,
     load_first_tile,
+    load_nothing,
     load_tile,
     mix_heads,
-    prefetch_pages,
-    prefetch_rows,
     project,
     score_token,
     share_rows,
@@ -66,8 +66,6 @@ class Plan(NamedTuple):
     gate: str
     normalize: bool
     early_exit: bool
-    ahead: int
-    """Elements of each matrix that a program asks for before it needs them; 0 turns it off."""
 
 
 @jit
@@ -145,6 +143,8 @@ def _decode(
     # the block whose queries, keys and values stand in `qkv`
     ready = -1
     alive = 1
+    # the first keys and values of the block in `qkv`
+    key, value = load_nothing(key_pages, heads), load_nothing(value_pages, heads)
     next_route = tl.load(route_of_layer)
     for layer in range(plan.num_layers):
         layer_64 = tl.cast(layer, tl.int64)
@@ -192,15 +192,12 @@ def _decode(
                     stage += 1
                     arrive(counter)
                     if target > layer:
+                        # what is stored already waits for nobody either
                         length_next = tl.load(lengths + (layer_64 + 1) * lengths_stride)
                         pages_next = pages + table_stride
-                        prefetch_pages(
-                            key_pages, value_pages, pages_next, length_next, heads, plan.ahead
+                        key, value = load_context(
+                            key_pages, value_pages, pages_next, length_next, heads
                         )
-                        w_out = w_attn_out + (layer_64 + 1) * out_size
-                        prefetch_rows(w_out, out_cut, plan.ahead)
-                        w_up = w_in + (layer_64 + 1) * in_size
-                        prefetch_rows(w_up, in_cut, plan.ahead)
                     wait(counter, stage * plan.num_programs)
                     out_row = predictor_out + route * units
                     kept = decide(row, out_row, predictor_bias + route, units, plan.predictor_block)
@@ -224,12 +221,12 @@ def _decode(
                 project(tile, w_layer, x, norm_row, qkv, eps, qkv_cut)
                 stage += 1
                 arrive(counter)
-                prefetch_pages(key_pages, value_pages, pages, length, heads, plan.ahead)
-                prefetch_rows(w_attn_out + layer_64 * out_size, out_cut, plan.ahead)
-                prefetch_rows(w_in + layer_64 * in_size, in_cut, plan.ahead)
+                key, value = load_context(key_pages, value_pages, pages, length, heads)
                 wait(counter, stage * plan.num_programs)
 
             attend(
+                key,
+                value,
                 qkv,
                 phase,
                 norm_query,
@@ -251,7 +248,6 @@ def _decode(
             arrive(counter)
             w_out = w_attn_out + layer_64 * out_size
             out_tile = load_first_tile(w_out, out_cut)
-            prefetch_rows(w_mlp_out + layer_64 * down_size, down_cut, plan.ahead)
             wait(counter, stage * plan.num_programs)
             # everybody has read the length
             if program == 0:
@@ -270,13 +266,6 @@ def _decode(
             arrive(counter)
             w_down = w_mlp_out + layer_64 * down_size
             down_tile = load_first_tile(w_down, down_cut)
-            following = layer_64 + 1
-            if plan.selector != "all":
-                following += (next_route >= 0).to(tl.int64)
-            if following < plan.num_layers:
-                prefetch_rows(w_qkv + following * qkv_size, qkv_cut, plan.ahead)
-            else:
-                prefetch_rows(head, head_cut, plan.ahead)
             wait(counter, stage * plan.num_programs)
 
             add_update(down_tile, w_down, hidden, update, gate, x, down_cut)
@@ -284,6 +273,8 @@ def _decode(
             arrive(counter)
             pending = 1
             ready = -1
+            # so that no register holds them until then
+            key, value = load_nothing(key_pages, heads), load_nothing(value_pages, heads)
 
     head_tile = load_first_tile(head, head_cut)
     if pending == 1:
@@ -346,20 +337,18 @@ class Tuning(NamedTuple):
 
     num_programs: int
     """All of them must fit on the device at once."""
-    num_warps: int = 8
-    max_registers: int = 128
-    """Of a thread: two programs of eight warps fit on a processor with 128, one with 255."""
+    num_warps: int = 4
+    max_registers: int = 255
+    """Of a thread: with all of them, two programs of four warps fit on a processor."""
     tile: int = 8192
-    """Elements of a weight tile. A thread holds two tiles' shares: at 8 warps and 8,192 elements of
-    bf16 these are 32 registers of the 128 that two programs on a processor leave it."""
+    """Elements of a weight tile. A thread holds two tiles' shares: at 4 warps and 8,192 elements of
+    bf16 these are 64 of its registers."""
     min_columns: int = 1024
     """Columns of a tile, where rows are that long; fewer rows a program make it wider."""
-    chunk: int = 64
+    chunk: int = 32
     """Tokens that attention reads at a time."""
     max_splits: int = 16
     """Parts of the context that are attended to side by side."""
-    ahead: int = 32768
-    """Elements of each matrix that a program asks for one stage early; 0 turns it off."""
 
 
 def cut_matrix(num_rows: int, width: int, tuning: Tuning, *, partner: int = 0) -> Cut:
@@ -372,12 +361,15 @@ def cut_matrix(num_rows: int, width: int, tuning: Tuning, *, partner: int = 0) -
     return Cut(num_rows, width, rows, columns, partner, tuning.num_programs, step, padded)
 
 
-def choose_tuning(device: torch.device) -> Tuning:
-    """Two programs of eight warps on each processor of a GPU; one program in the interpreter."""
+def choose_tuning(device: torch.device, width: int) -> Tuning:
+    """What was fastest on an H200 (results/decode.md); one program in the interpreter."""
     if device.type != "cuda":
         # programs come one after another there, so a second one would be waited for in vain
-        return Tuning(num_programs=1, ahead=0)
-    return Tuning(2 * torch.cuda.get_device_properties(device).multi_processor_count)
+        return Tuning(num_programs=1)
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    if width < 2048:
+        return Tuning(2 * num_processors, max_splits=32)
+    return Tuning(2 * num_processors, tile=16384)
 
 
 class DecodeStep:
@@ -400,7 +392,7 @@ class DecodeStep:
         device = weights.embedding.device
         self.weights, self.rules = weights, rules
         self.key_pages, self.value_pages = key_pages, value_pages
-        self.tuning = choose_tuning(device) if tuning is None else tuning
+        self.tuning = choose_tuning(device, weights.embedding.shape[1]) if tuning is None else tuning
         _check(weights, rules, key_pages, value_pages, self.tuning)
         self.plan = make_plan(weights, rules, key_pages, self.tuning)
         plan = self.plan
@@ -521,8 +513,6 @@ def make_plan(
         group=group,
         members=triton.next_power_of_2(group),
     )
-    # asking ahead needs addresses of whole 16 bytes
-    aligned = width % 8 == 0 and mlp_width % 8 == 0
     return Plan(
         num_layers=num_layers,
         num_programs=tuning.num_programs,
@@ -540,7 +530,6 @@ def make_plan(
         gate=rules.gate,
         normalize=rules.normalize,
         early_exit=rules.early_exit,
-        ahead=tuning.ahead if aligned else 0,
     )
 
 

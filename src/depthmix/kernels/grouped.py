@@ -2,6 +2,7 @@
 
 On CUDA in bf16 it is `torch.nn.functional.grouped_mm`; elsewhere an operator of our own that loops,
 so that it compiles without a graph break although each expert's share is known only at run time.
+While a CUDA graph is recorded nobody may ask for that share: then every expert computes all rows.
 """
 
 from typing import Any
@@ -26,6 +27,8 @@ def multiply_groups(
 
 @torch.library.custom_op("depthmix::multiply_groups", mutates_args=())
 def _multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return multiply_all_groups(x, weight, ends)
     out = x.new_empty(x.shape[0], weight.shape[2])
     for expert, (start, end) in enumerate(_list_bounds(ends)):
         out[start:end] = x[start:end] @ weight[expert]
@@ -38,6 +41,20 @@ def _multiply_groups_grad(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     for expert, (start, end) in enumerate(_list_bounds(ends)):
         out[expert] = x[start:end].T @ grad[start:end]
     return out
+
+
+def multiply_all_groups(
+    x: Float[Tensor, "R D"], weight: Float[Tensor, "E D F"], ends: Int[Tensor, " E"]
+) -> Float[Tensor, "R F"]:
+    """`multiply_groups` that never asks the host; E times the work, and no gradients."""
+    row_R = torch.arange(x.shape[0], device=x.device)
+    starts_E = F.pad(ends[:-1], (1, 0))
+    own_ER1 = ((row_R >= starts_E[:, None]) & (row_R < ends[:, None]))[:, :, None]
+    out_RF = x.new_zeros(x.shape[0], weight.shape[2])
+    for expert, own_R1 in enumerate(own_ER1):
+        # a choice and not a sum: what is not finite in one row stays there
+        out_RF = torch.where(own_R1, x @ weight[expert], out_RF)
+    return out_RF
 
 
 def _list_bounds(ends: Tensor) -> list[tuple[int, int]]:

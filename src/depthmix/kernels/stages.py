@@ -15,8 +15,6 @@ import triton.language as tl
 ROUTER_EPS = tl.constexpr(1e-6)
 # neighbours in a row that one thread sums by itself: 16 bytes of bf16
 GROUP = tl.constexpr(8)
-# elements that one lane asks for ahead of time
-AHEAD_GROUP = tl.constexpr(128)
 
 
 class Cut(NamedTuple):
@@ -94,8 +92,13 @@ def load_tile(weight, row, end, column, cut: tl.constexpr):
     lane = column + tl.arange(0, cut.columns)
     inside = row + place % cut.step < end
     place = place % cut.step + place // cut.step * cut.partner
-    mask = inside[:, None] & (lane < cut.width)[None, :]
+    mask = inside[:, None]
+    if cut.padded != cut.width:
+        mask = mask & (lane < cut.width)[None, :]
     weight += tl.cast(row, tl.int64) * cut.width
+    if cut.width % GROUP == 0:
+        # rows of whole 16 bytes: said aloud, because it is not always found out
+        weight = tl.multiple_of(weight, 16)
     return tl.load(weight + place[:, None] * cut.width + lane[None, :], mask=mask, other=0.0)
 
 
@@ -106,84 +109,55 @@ def load_first_tile(weight, cut: tl.constexpr):
 
 
 @jit
-def _sum_rows(tile, weight, row, end, x, x_more, norm, cut: tl.constexpr):
-    """Products of a tile's rows with (x + x_more) · norm; x's sum of squares; the next tile.
+def _load_vector(x, x_more, norm, column, cut: tl.constexpr):
+    """(x + x_more) · norm in a tile's columns."""
+    lane = column + tl.arange(0, cut.columns)
+    inside = lane < cut.width
+    # other programs wrote it: the first-level cache may hold what was there before
+    vector = tl.load(x + lane, mask=inside, other=0.0, cache_modifier=".cg")
+    if x_more is not None:
+        vector += tl.load(x_more + lane, mask=inside, other=0.0, cache_modifier=".cg")
+    if norm is not None:
+        vector *= tl.load(norm + lane, mask=inside, other=0.0).to(tl.float32)
+    return vector
 
-    `tile` is the first one of these rows. The tile after it is under way while one is summed, and
-    the last one that is asked for belongs to the rows that come next.
+
+@jit
+def _invert_rms(x, x_more, eps, cut: tl.constexpr):
+    """One over the root mean square of x + x_more."""
+    columns: tl.constexpr = cut.columns
+    square = tl.zeros((columns,), dtype=tl.float32)
+    for column in range(0, cut.padded, columns):
+        vector = _load_vector(x, x_more, None, column, cut)
+        square += vector * vector
+    return tl.rsqrt(tl.sum(square) / cut.width + eps)
+
+
+@jit
+def _sum_rows(tile, vector, weight, row, end, x, x_more, norm, cut: tl.constexpr):
+    """Products of a tile's rows with (x + x_more) · norm; the next tile and its vector.
+
+    `tile` and `vector` are the first ones of these rows. Those after them are under way while they
+    are summed, and the last tile that is asked for belongs to the rows that come next.
     """
     rows: tl.constexpr = cut.rows
     columns: tl.constexpr = cut.columns
     groups: tl.constexpr = columns // GROUP
     total = tl.zeros((rows, groups), dtype=tl.float32)
-    square = tl.zeros((columns,), dtype=tl.float32)
-    for column in range(0, cut.padded, columns):
-        after = column + columns
-        next_row = row + after // cut.padded * cut.step
-        # said aloud, or the mask is taken for one of any shape, and elements are loaded one by one
-        next_column = tl.multiple_of(after % cut.padded, columns)
+    num_blocks: tl.constexpr = cut.padded // columns
+    for block in range(num_blocks):
+        next_row = row + (block + 1) // num_blocks * cut.step
+        # visibly a multiple, or the mask is taken for one of any shape and nothing is vectorised
+        next_column = (block + 1) % num_blocks * columns
         following = load_tile(weight, next_row, end, next_column, cut)
-        lane = column + tl.arange(0, columns)
-        inside = lane < cut.width
-        # other programs wrote it: the first-level cache may hold what was there before
-        vector = tl.load(x + lane, mask=inside, other=0.0, cache_modifier=".cg")
-        if x_more is not None:
-            vector += tl.load(x_more + lane, mask=inside, other=0.0, cache_modifier=".cg")
-        square += vector * vector
-        if norm is not None:
-            vector *= tl.load(norm + lane, mask=inside, other=0.0).to(tl.float32)
+        next_vector = vector
+        if cut.padded > columns:
+            next_vector = _load_vector(x, x_more, norm, next_column, cut)
         product = tile.to(tl.float32) * vector[None, :]
         # first inside each thread: a whole tile of sums would fill its registers
         total += tl.sum(tl.reshape(product, (rows, groups, GROUP)), axis=2)
-        tile = following
-    return tl.sum(total, axis=1), tl.sum(square), tile
-
-
-@jit
-def _prefetch(pointer, wanted, num_elements: tl.constexpr):
-    """Bring `num_elements` from each wanted pointer into the second-level cache."""
-    num_bytes: tl.constexpr = num_elements * pointer.dtype.element_ty.primitive_bitwidth // 8
-    tl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred wanted;
-            setp.ne.s32 wanted, $2, 0;
-            @wanted cp.async.bulk.prefetch.L2.global [$1], $3;
-            mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r,r",
-        [pointer.to(tl.int64), wanted.to(tl.int32), tl.full(wanted.shape, num_bytes, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@jit
-def prefetch_rows(weight, cut: tl.constexpr, ahead: tl.constexpr):
-    """The first `ahead` elements of this program's rows of a matrix."""
-    if ahead > 0:
-        first, end = share_rows(cut)
-        weight += tl.cast(first, tl.int64) * cut.width
-        offset = tl.arange(0, ahead // AHEAD_GROUP) * AHEAD_GROUP
-        wanted = offset + AHEAD_GROUP <= (end - first) * cut.width
-        _prefetch(weight + offset, wanted, AHEAD_GROUP)
-        if cut.partner > 0:
-            _prefetch(weight + cut.partner * cut.width + offset, wanted, AHEAD_GROUP)
-
-
-@jit
-def prefetch_pages(key_pages, value_pages, table, length, heads: tl.constexpr, ahead: tl.constexpr):
-    """The first keys and values that this program will attend to."""
-    if ahead > 0:
-        num_splits, span = _split_context(length + 1, heads)
-        head = tl.program_id(0) // num_splits
-        token = tl.program_id(0) % num_splits * span + tl.arange(0, heads.chunk)
-        wanted = (head < heads.num_kv_heads) & (token < length)
-        place = _find_slots(table, token, wanted, head, heads) * heads.width
-        _prefetch(key_pages + place, wanted, heads.width)
-        _prefetch(value_pages + place, wanted, heads.width)
+        tile, vector = following, next_vector
+    return tl.sum(total, axis=1), tile, vector
 
 
 @jit
@@ -227,10 +201,12 @@ def _gelu(x):
 def project(tile, weight, x, norm, out, eps, cut: tl.constexpr):
     """This program's rows of weight · norm(x): queries, keys and values, or logits."""
     first, end = share_rows(cut)
+    vector = _load_vector(x, None, norm, 0, cut)
+    scale = _invert_rms(x, None, eps, cut)
     for row in range(first, end, cut.step):
-        total, square, tile = _sum_rows(tile, weight, row, end, x, None, norm, cut)
+        total, tile, vector = _sum_rows(tile, vector, weight, row, end, x, None, norm, cut)
         place = row + tl.arange(0, cut.step)
-        tl.store(out + place, total * tl.rsqrt(square / cut.width + eps), mask=place < end)
+        tl.store(out + place, total * scale, mask=place < end)
 
 
 @jit
@@ -238,9 +214,11 @@ def foresee(weight, x, out, cut: tl.constexpr):
     """This program's hidden units of the predictor: gelu(weight · x / rms(x))."""
     first, end = share_rows(cut)
     tile = load_tile(weight, first, end, 0, cut)
+    vector = _load_vector(x, None, None, 0, cut)
+    scale = _invert_rms(x, None, ROUTER_EPS, cut)
     for row in range(first, end, cut.step):
-        total, square, tile = _sum_rows(tile, weight, row, end, x, None, None, cut)
-        total = _gelu(total * tl.rsqrt(square / cut.width + ROUTER_EPS))
+        total, tile, vector = _sum_rows(tile, vector, weight, row, end, x, None, None, cut)
+        total = _gelu(total * scale)
         place = row + tl.arange(0, cut.step)
         tl.store(out + place, total, mask=place < end)
 
@@ -259,8 +237,9 @@ def decide(foreseen, weight, bias, num_units: tl.constexpr, block: tl.constexpr)
 def mix_heads(tile, weight, mixed, update, cut: tl.constexpr):
     """This program's rows of the attention's update."""
     first, end = share_rows(cut)
+    vector = _load_vector(mixed, None, None, 0, cut)
     for row in range(first, end, cut.step):
-        total, _, tile = _sum_rows(tile, weight, row, end, mixed, None, None, cut)
+        total, tile, vector = _sum_rows(tile, vector, weight, row, end, mixed, None, None, cut)
         place = row + tl.arange(0, cut.step)
         tl.store(update + place, total, mask=place < end)
 
@@ -270,9 +249,11 @@ def activate(tile, weight, x, update, norm, hidden, eps, cut: tl.constexpr):
     """This program's hidden units of the MLP: SwiGLU where rows have partners, else GELU."""
     step: tl.constexpr = cut.step
     first, end = share_rows(cut)
+    vector = _load_vector(x, update, norm, 0, cut)
+    scale = _invert_rms(x, update, eps, cut)
     for row in range(first, end, cut.step):
-        total, square, tile = _sum_rows(tile, weight, row, end, x, update, norm, cut)
-        total *= tl.rsqrt(square / cut.width + eps)
+        total, tile, vector = _sum_rows(tile, vector, weight, row, end, x, update, norm, cut)
+        total *= scale
         if cut.partner > 0:
             gate, up = tl.split(tl.permute(tl.reshape(total, (2, step)), (1, 0)))
             active = gate * tl.sigmoid(gate) * up
@@ -286,8 +267,9 @@ def activate(tile, weight, x, update, norm, hidden, eps, cut: tl.constexpr):
 def add_update(tile, weight, hidden, update, gate, x, cut: tl.constexpr):
     """x ← x + gate · (a + MLP) in this program's rows, which nobody else reads in this stage."""
     first, end = share_rows(cut)
+    vector = _load_vector(hidden, None, None, 0, cut)
     for row in range(first, end, cut.step):
-        total, _, tile = _sum_rows(tile, weight, row, end, hidden, None, None, cut)
+        total, tile, vector = _sum_rows(tile, vector, weight, row, end, hidden, None, None, cut)
         place = row + tl.arange(0, cut.step)
         inside = place < end
         total += tl.load(update + place, mask=inside, other=0.0, cache_modifier=".cg")
@@ -329,7 +311,39 @@ def _find_slots(table, token, wanted, head, heads: tl.constexpr):
 
 
 @jit
+def _load_chunk(key_pages, value_pages, table, start, end, head, heads: tl.constexpr):
+    """A head's stored keys and values of the chunk of tokens from `start` on, up to `end`."""
+    token_S = start + tl.arange(0, heads.chunk)
+    stored_S = token_S < end
+    slot_S = _find_slots(table, token_S, stored_S, head, heads)
+    place_SH = slot_S[:, None] * heads.width + tl.arange(0, heads.width)[None, :]
+    key_SH = tl.load(key_pages + place_SH, mask=stored_S[:, None], other=0.0)
+    return key_SH, tl.load(value_pages + place_SH, mask=stored_S[:, None], other=0.0)
+
+
+@jit
+def load_nothing(pages, heads: tl.constexpr):
+    """What stands in for a chunk of keys or values before there is one."""
+    chunk: tl.constexpr = heads.chunk
+    width: tl.constexpr = heads.width
+    return tl.zeros((chunk, width), dtype=pages.dtype.element_ty)
+
+
+@jit
+def load_context(key_pages, value_pages, table, length, heads: tl.constexpr):
+    """The first stored keys and values that this program will attend to."""
+    num_splits, span = _split_context(length + 1, heads)
+    program = tl.program_id(0)
+    head = tl.minimum(program // num_splits, heads.num_kv_heads - 1)
+    start = program % num_splits * span
+    end = tl.minimum(start + span, length)
+    return _load_chunk(key_pages, value_pages, table, start, end, head, heads)
+
+
+@jit
 def attend(
+    key_SH,
+    value_SH,
     qkv,
     phase,
     norm_query,
@@ -349,8 +363,8 @@ def attend(
 ):
     """Store the token's key and value, and mix the values of all tokens up to it.
 
-    A piece of work is a key/value head and a part of the context. Whoever finishes a head's last
-    part joins them all.
+    A piece of work is a key/value head and a part of the context; `key_SH` and `value_SH` are the
+    first ones of this program's first piece. Whoever finishes a head's last part joins them all.
     """
     members: tl.constexpr = heads.members
     width: tl.constexpr = heads.width
@@ -374,28 +388,32 @@ def attend(
         sum_M = tl.zeros((members,), dtype=tl.float32)
         out_MH = tl.zeros((members, width), dtype=tl.float32)
         end = tl.minimum(split * span + span, num_tokens)
+        stored_end = tl.minimum(end, length)
+        if item != tl.program_id(0):
+            key_SH, value_SH = _load_chunk(
+                key_pages, value_pages, table, split * span, stored_end, head, heads
+            )
         for start in range(split * span, end, heads.chunk):
+            # the next ones are under way while these are looked at
+            next_key_SH, next_value_SH = _load_chunk(
+                key_pages, value_pages, table, start + heads.chunk, stored_end, head, heads
+            )
             token_S = start + tl.arange(0, heads.chunk)
-            stored_S = token_S < length
-            slot_S = _find_slots(table, token_S, stored_S, head, heads)
-            place_SH = slot_S[:, None] * width + lane[None, :]
-            stored_S1 = stored_S[:, None]
-            key_SH = tl.load(key_pages + place_SH, mask=stored_S1, other=0.0).to(tl.float32)
-            value_SH = tl.load(value_pages + place_SH, mask=stored_S1, other=0.0).to(tl.float32)
             # the newest is not read from its page, where somebody is writing it
             newest_S1 = (token_S == length)[:, None]
-            key_SH = tl.where(newest_S1, new_key_1H, key_SH)
-            value_SH = tl.where(newest_S1, new_value_1H, value_SH)
-            score_MS = tl.sum(query_MH[:, None, :] * key_SH[None, :, :], axis=2)
+            wide_key_SH = tl.where(newest_S1, new_key_1H, key_SH.to(tl.float32))
+            wide_value_SH = tl.where(newest_S1, new_value_1H, value_SH.to(tl.float32))
+            score_MS = tl.sum(query_MH[:, None, :] * wide_key_SH[None, :, :], axis=2)
             score_MS = tl.where((token_S < num_tokens)[None, :], score_MS, float("-inf"))
             # never -inf: a chunk has at least one token
             new_top_M = tl.maximum(top_M, tl.max(score_MS, axis=1))
             weight_MS = tl.exp(score_MS - new_top_M[:, None])
             fade_M = tl.exp(top_M - new_top_M)
             sum_M = sum_M * fade_M + tl.sum(weight_MS, axis=1)
-            added_MH = tl.sum(weight_MS[:, :, None] * value_SH[None, :, :], axis=1)
+            added_MH = tl.sum(weight_MS[:, :, None] * wide_value_SH[None, :, :], axis=1)
             out_MH = out_MH * fade_M[:, None] + added_MH
             top_M = new_top_M
+            key_SH, value_SH = next_key_SH, next_value_SH
 
         if split == num_splits - 1:
             place_1H = _find_slots(table, length, True, head, heads) * width + lane[None, :]

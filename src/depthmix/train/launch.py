@@ -127,6 +127,7 @@ def _resume(
         if world.is_first:
             folder.truncate_metrics(trainer.num_done)
             folder.add_start(_describe_start(trainer))
+            corpus.copy_tokenizer(folder.path)
         return _train(trainer, console), folder
 
 
@@ -210,6 +211,7 @@ def _create_folder(plan: Plan, trainer: Trainer) -> _Made:
             if plan.out is None:
                 path.mkdir(parents=True)
             RunDir.create(path, config, start)
+            trainer.corpus.copy_tokenizer(path)
             return made
         except FileExistsError:
             continue
@@ -257,8 +259,7 @@ def _open_corpus(folder: Path, run: RunConfig) -> Corpus:
 
 
 def _describe_start(trainer: Trainer) -> dict[str, Any]:
-    world, corpus = trainer.world, trainer.corpus
-    data = {"folder": str(corpus.folder.resolve()), "hash": corpus.manifest_hash}
+    world, data = trainer.world, trainer.corpus.describe_origin()
     device: dict[str, Any] = {"kind": world.device.type, "processes": world.size}
     if world.device.type == "cuda":
         device |= {"name": torch.cuda.get_device_name(world.device), "cuda": torch.version.cuda}
