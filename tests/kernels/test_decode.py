@@ -16,6 +16,7 @@ from torch import Tensor
 from depthmix.config import ModelConfig
 from depthmix.nn import MixtureOfDepths, Transformer
 from depthmix.nn.layers import MLP
+from depthmix.nn.router import Predictor
 from variants import make_model, make_tokens
 
 decode = pytest.importorskip("depthmix.kernels.decode")
@@ -168,7 +169,12 @@ def check_pages(session: Session, lengths: list[int]) -> None:
 
 
 def make(**overrides: Any) -> Transformer:
-    return make_model(make_config(**overrides), dtype=torch.float32)
+    model = make_model(make_config(**overrides), dtype=torch.float32)
+    predictors = [m for m in model.modules() if isinstance(m, Predictor)]
+    for number, predictor in enumerate(predictors):
+        # so far apart that another block's would decide otherwise
+        predictor.w_out.bias.data.fill_(0.5 if number % 2 == 0 else -1.0)
+    return model
 
 
 def name_case(value: object) -> str | None:
@@ -240,15 +246,12 @@ def test_routing(selector: str, overrides: dict[str, Any]) -> None:
 @pytest.mark.parametrize("overrides", [{**DENSE, "num_layers": 1}, MOD], ids=["dense", "mod"])
 def test_tiles_and_splits_that_divide_nothing(overrides: dict[str, Any]) -> None:
     """Several tiles in each direction, several parts of the context, and masks at every end."""
-    tuning = decode.Tuning(
-        num_programs=decode.choose_tuning(torch.device(DEVICE)).num_programs,
-        tile=1024,
-        min_columns=32,
-        chunk=2,
-        max_splits=4,
-    )
     model = make(**overrides, width=50, mlp_width=35, vocab_size=41, num_heads=3, num_kv_heads=1)
     selector = "predictor" if model.config.routed_layers else None
+    tuning = Session(model.to(DEVICE), selector).step.tuning
+    # on a GPU a program has one row, and a tile as wide as all its columns unless it is small
+    tile = 1024 if DEVICE == "cpu" else 32
+    tuning = tuning._replace(tile=tile, min_columns=32, chunk=2, max_splits=4)
     # two tokens a part: the last of three parts has one
     session = check(model, selector, num_tokens=5, tuning=tuning)
     plan = session.step.plan

@@ -54,6 +54,34 @@ def test_rmsnorm_takes_the_mean_square_in_float32() -> None:
     assert torch.equal(norm(x), torch.ones(1, 1, 4, dtype=torch.float16))
 
 
+@pytest.mark.parametrize("compiling", [False, True])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-14), (torch.float32, 2e-6)])
+def test_rmsnorm_equals_its_formula(
+    dtype: torch.dtype, atol: float, compiling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one kernel, and, where a compiler fuses it, written out."""
+    norm, x = RMSNorm(8, 0.1).to(dtype), torch.randn(2, 3, 8, dtype=dtype)
+    norm.weight.data.uniform_(0.5, 2)
+    wide, weight = x.double(), norm.weight.double()
+    expected = wide / (wide.square().mean(dim=-1, keepdim=True) + 0.1).sqrt() * weight
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    found = norm(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_rmsnorm_keeps_bf16_and_rounds_once(weight_dtype: torch.dtype) -> None:
+    norm, x = RMSNorm(64, 1e-6).to(weight_dtype), torch.randn(5, 64).bfloat16() * 100
+    norm.weight.data.uniform_(0.5, 2)
+    found = norm(x)
+    assert found.dtype == torch.bfloat16
+    wide = x.double()
+    expected = wide / wide.square().mean(dim=-1, keepdim=True).sqrt() * norm.weight.double()
+    # half of the step between numbers of eight bits, and a little for the float32 inside
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8 * 1.01, atol=0)
+
+
 @pytest.mark.parametrize("position", [0, 1, 7, 100_000])
 def test_phase_table_by_hand(position: int) -> None:
     table = make_phase_table(100_001, 8, 500.0)

@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable, Sequence
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from depthmix.config import ModelConfig
 from depthmix.infer.depth import DepthMeter
@@ -230,11 +232,11 @@ class Engine:
     def _sample(self, asked: list[tuple[int, Done]]) -> list[Event]:
         """Draw the next token of each of these sequences."""
         tracks = [self._tracks[key] for key, _ in asked]
-        best = [done.best for _, done in asked]
-        if all(track.params.is_plain for track in tracks) and None not in best:
+        if all(track.params.is_plain for track in tracks):
             # nothing to draw, and nothing to tell but the token
-            return [self._take(key, d, d.best, 0.0) for key, d in asked if d.best is not None]
-        logits_BV = torch.stack([d.logits for _, d in asked if d.logits is not None])
+            told = zip(asked, _find_best([done for _, done in asked]), strict=True)
+            return [self._take(key, d, token, 0.0) for (key, d), token in told]
+        logits_BV = _stack_logits([done for _, done in asked])
         seen_BV = None
         if any(track.seen is not None for track in tracks):
             nothing = torch.zeros_like(logits_BV[0], dtype=torch.bool)
@@ -272,6 +274,16 @@ class Engine:
         self.scheduler.remove(key)
         rest, result = track.end(finish)
         return Event(track.request, track.number, token, text + rest, path, result)
+
+
+def _find_best(done: Sequence[Done]) -> list[int]:
+    """The most probable tokens; a recorded step found them itself."""
+    known = [d.best for d in done if d.best is not None]
+    return known if len(known) == len(done) else _stack_logits(done).argmax(dim=1).tolist()
+
+
+def _stack_logits(done: Sequence[Done]) -> Float[Tensor, "B V"]:
+    return torch.stack([d.logits for d in done if d.logits is not None])
 
 
 def choose_selector(config: ModelConfig, selector: str | None) -> str | None:

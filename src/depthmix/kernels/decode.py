@@ -369,7 +369,7 @@ def choose_tuning(device: torch.device, width: int) -> Tuning:
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     if width < 2048:
         return Tuning(2 * num_processors, max_splits=32)
-    return Tuning(2 * num_processors, tile=16384)
+    return Tuning(2 * num_processors)
 
 
 class DecodeStep:
@@ -392,7 +392,7 @@ class DecodeStep:
         device = weights.embedding.device
         self.weights, self.rules = weights, rules
         self.key_pages, self.value_pages = key_pages, value_pages
-        self.tuning = choose_tuning(device, weights.embedding.shape[1]) if tuning is None else tuning
+        self.tuning = tuning or choose_tuning(device, weights.embedding.shape[1])
         _check(weights, rules, key_pages, value_pages, self.tuning)
         self.plan = make_plan(weights, rules, key_pages, self.tuning)
         plan = self.plan

@@ -12,7 +12,7 @@ from torch import Tensor
 # programs that keep an H200 busy reading: about eight on each of its multiprocessors
 PROGRAMS = 1024
 MOST_PARTS = 32
-BLOCK_TOKENS = 64
+BLOCK_TOKENS, BLOCK_TOKENS_ALONE = 64, 32
 
 
 @triton.jit
@@ -56,7 +56,15 @@ def _append(
 
 
 @triton.jit
-def _attend(
+def _find_part(length, part, num_parts: tl.constexpr, block_tokens: tl.constexpr):
+    """First and end of a part of the context: whole blocks, as many as the others have."""
+    each = tl.cdiv(tl.cdiv(length, block_tokens), num_parts) * block_tokens
+    start = part * each
+    return start, tl.minimum(start + each, length)
+
+
+@triton.jit
+def _attend_alone(
     query,
     query_row,
     key_pages,
@@ -76,13 +84,87 @@ def _attend(
     head_width: tl.constexpr,
     scale,
     num_parts: tl.constexpr,
-    heads_each: tl.constexpr,
     page_size: tl.constexpr,
-    block_heads: tl.constexpr,
     block_tokens: tl.constexpr,
     block_width: tl.constexpr,
 ):
-    """One part of one row's context, for the queries that share a key head."""
+    """One part of one row's context, for the one query of a key head.
+
+    Every place in a block keeps a softmax of its own over the tokens that come to stand there, so
+    that nothing is summed across threads before the end but the products of a query and a key.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    part = tl.program_id(2)
+    row = tl.load(query_row + place)
+    to = (place * num_groups + group) * num_parts + part
+    start = 0
+    stop = 0
+    if row >= 0:
+        start, stop = _find_part(tl.load(lengths + row), part, num_parts, block_tokens)
+    if start >= stop:
+        # an empty place, or more parts than there are blocks: it weighs nothing
+        tl.store(largest + to, float("-inf"))
+        return
+    column = tl.arange(0, block_width)
+    inside = column < head_width
+    q = tl.load(query + place * query_place + group * query_head + column, mask=inside, other=0.0)
+    q = q.to(tl.float32) * scale
+    top = tl.full((block_tokens,), float("-inf"), tl.float32)
+    weight = tl.zeros((block_tokens,), tl.float32)
+    sums = tl.zeros((block_tokens, block_width), tl.float32)
+    for first in range(start, stop, block_tokens):
+        slot = first + tl.arange(0, block_tokens)
+        real = slot < stop
+        page = tl.load(table + row * most_pages + slot // page_size, mask=real, other=0)
+        at = group * page_head + page.to(tl.int64) * page_page + (slot % page_size) * page_token
+        mask = real[:, None] & inside[None, :]
+        k = tl.load(key_pages + at[:, None] + column[None, :], mask=mask, other=0.0)
+        v = tl.load(value_pages + at[:, None] + column[None, :], mask=mask, other=0.0)
+        score = tl.sum(k.to(tl.float32) * q[None, :], axis=1)
+        score = tl.where(real, score, float("-inf"))
+        # finite, or a place that has seen no token would be inf - inf
+        new_top = tl.maximum(tl.maximum(top, score), -1e30)
+        share = tl.exp(score - new_top)
+        shrink = tl.exp(top - new_top)
+        sums = sums * shrink[:, None] + share[:, None] * v.to(tl.float32)
+        weight = weight * shrink + share
+        top = new_top
+    best = tl.max(top, axis=0)
+    factor = tl.exp(top - best)
+    tl.store(largest + to, best)
+    tl.store(total + to, tl.sum(weight * factor, axis=0))
+    tl.store(mixed + to * block_width + column, tl.sum(sums * factor[:, None], axis=0))
+
+
+@triton.jit
+def _attend_grouped(
+    query,
+    query_row,
+    key_pages,
+    value_pages,
+    table,
+    lengths,
+    mixed,
+    largest,
+    total,
+    query_place,
+    query_head,
+    page_head,
+    page_page,
+    page_token,
+    most_pages,
+    num_groups,
+    head_width: tl.constexpr,
+    scale,
+    num_parts: tl.constexpr,
+    page_size: tl.constexpr,
+    block_tokens: tl.constexpr,
+    block_width: tl.constexpr,
+    heads_each: tl.constexpr,
+    block_heads: tl.constexpr,
+):
+    """The same for the several queries that share a key head: a matrix product."""
     place = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     part = tl.program_id(2)
@@ -91,15 +173,10 @@ def _attend(
     column = tl.arange(0, block_width)
     to = ((place * num_groups + group) * heads_each + head) * num_parts + part
     here = head < heads_each
-    if row < 0:
-        # an empty place: its parts weigh nothing
-        tl.store(largest + to, tl.full((block_heads,), float("-inf"), tl.float32), mask=here)
-        return
-    length = tl.load(lengths + row)
-    # whole blocks for each part
-    each = tl.cdiv(tl.cdiv(length, block_tokens), num_parts) * block_tokens
-    start = part * each
-    stop = tl.minimum(start + each, length)
+    start = 0
+    stop = 0
+    if row >= 0:
+        start, stop = _find_part(tl.load(lengths + row), part, num_parts, block_tokens)
     if start >= stop:
         tl.store(largest + to, tl.full((block_heads,), float("-inf"), tl.float32), mask=here)
         return
@@ -123,19 +200,12 @@ def _attend(
         mask = real[:, None] & inside[None, :]
         k = tl.load(key_pages + at[:, None] + column[None, :], mask=mask, other=0.0)
         v = tl.load(value_pages + at[:, None] + column[None, :], mask=mask, other=0.0)
-        if block_heads == 1:
-            score = tl.sum(k.to(tl.float32) * q.to(tl.float32), axis=1)[None, :]
-        else:
-            score = tl.dot(q.to(k.dtype), tl.trans(k), input_precision="ieee")
-        score *= scale
+        score = tl.dot(q.to(k.dtype), tl.trans(k), input_precision="ieee") * scale
         score = tl.where(real[None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, axis=1))
         share = tl.exp(score - new_top[:, None])
         shrink = tl.exp(top - new_top)
-        if block_heads == 1:
-            added = tl.sum(tl.trans(share) * v.to(tl.float32), axis=0)[None, :]
-        else:
-            added = tl.dot(share.to(v.dtype), v, input_precision="ieee")
+        added = tl.dot(share.to(v.dtype), v, input_precision="ieee")
         sums = sums * shrink[:, None] + added
         weight = weight * shrink + tl.sum(share, axis=1)
         top = new_top
@@ -222,7 +292,7 @@ def attend_pages(
     parts = (num_places, num_heads, num_parts)
     mixed = torch.empty((*parts, block_width), device=query.device, dtype=torch.float32)
     largest, total = (torch.empty(parts, device=query.device) for _ in range(2))
-    _attend[(num_places, num_groups, num_parts)](
+    arguments = (
         query,
         query_row,
         key_pages,
@@ -238,15 +308,17 @@ def attend_pages(
         num_groups,
         head_width,
         head_width**-0.5,
-        num_parts=num_parts,
-        heads_each=heads_each,
-        page_size=page_size,
-        # a matrix product needs 16 rows; one query alone is better off without
-        block_heads=1 if heads_each == 1 else max(16, triton.next_power_of_2(heads_each)),
-        block_tokens=BLOCK_TOKENS,
-        block_width=block_width,
-        num_warps=4,
+        num_parts,
+        page_size,
     )
+    grid = (num_places, num_groups, num_parts)
+    if heads_each == 1:
+        _attend_alone[grid](*arguments, BLOCK_TOKENS_ALONE, block_width, num_warps=4)
+    else:
+        # a matrix product takes no fewer than 16 rows
+        block_heads = max(16, triton.next_power_of_2(heads_each))
+        sizes = (BLOCK_TOKENS, block_width, heads_each, block_heads)
+        _attend_grouped[grid](*arguments, *sizes, num_warps=4)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     _combine[(num_places * num_heads,)](
         mixed,

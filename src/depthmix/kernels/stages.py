@@ -96,7 +96,7 @@ def load_tile(weight, row, end, column, cut: tl.constexpr):
     if cut.padded != cut.width:
         mask = mask & (lane < cut.width)[None, :]
     weight += tl.cast(row, tl.int64) * cut.width
-    if cut.width % GROUP == 0:
+    if cut.width % 8 == 0:
         # rows of whole 16 bytes: said aloud, because it is not always found out
         weight = tl.multiple_of(weight, 16)
     return tl.load(weight + place[:, None] * cut.width + lane[None, :], mask=mask, other=0.0)

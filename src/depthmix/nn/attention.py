@@ -43,6 +43,11 @@ class Place(NamedTuple):
         phase = self.phase[0][index] if self.phase.shape[0] == 1 else self.phase[row_B1, index]
         return Place(positions_BK, phase, documents_BK, valid)
 
+    def cut(self, num_tokens: int) -> "Place":
+        """The places of the first tokens of each row."""
+        documents, valid = (None if t is None else t[:, :num_tokens] for t in self[2:])
+        return Place(self.positions[:, :num_tokens], self.phase[:, :num_tokens], documents, valid)
+
 
 class Memory(NamedTuple):
     """Tokens that offer keys and values to other queries than their own."""

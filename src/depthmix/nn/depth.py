@@ -56,10 +56,15 @@ class Decider(nn.Module):
             if selector not in (None, "topk") or self.config.strategy == "causal":
                 topk = rules.expert_choice(scores_BT, self.capacity, candidates)
             target_BT = topk.slot >= 0
-        x_BKD, x = gather_tokens(x, kept.index, kept.slot)
-        # scored again from the gathered tokens: the gate's gradient then stays among them, where
-        # by way of logits_BT it would touch every token
-        weight_BK = rules.apply_gate(self.config.gate, self.router(x_BKD).sum(-1))
+        if kept.index.shape[1] == 0:
+            # nobody: not even the way in
+            x_BKD, weight_BK, place_BK = x[:, :0], logits_BT[:, :0], place.cut(0)
+        else:
+            x_BKD, x = gather_tokens(x, kept.index, kept.slot)
+            # scored again from the gathered tokens: the gate's gradient then stays among them,
+            # where by way of logits_BT it would touch every token
+            weight_BK = rules.apply_gate(self.config.gate, self.router(x_BKD).sum(-1))
+            place_BK = place.take(kept.index, kept.valid)
         valid_BK = torch.ones_like(kept.index, dtype=torch.bool)
         if kept.valid is not None:
             valid_BK = kept.valid
@@ -67,7 +72,7 @@ class Decider(nn.Module):
         return (
             x_BKD,
             x,
-            place.take(kept.index, kept.valid),
+            place_BK,
             Routing(
                 index=kept.index,
                 weight=weight_BK,

@@ -49,10 +49,13 @@ class Predictor(nn.Module):
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T scores"]:
         x = x.detach()
-        # (W·x) / rms(x) is W·(x / rms(x)) without a normalised copy of x
-        hidden = F.gelu(self.w_in(x) * invert_rms(x, EPS))
-        if self.w_out.weight.shape[0] == 1 and torch.compiler.is_compiling():
-            # see Router.forward
-            return (hidden * self.w_out.weight[0]).sum(dim=-1, keepdim=True) + self.w_out.bias
+        if torch.compiler.is_compiling():
+            # (W·x) / rms(x) is W·(x / rms(x)) without a normalised copy of x
+            hidden = F.gelu(self.w_in(x) * invert_rms(x, EPS))
+            if self.w_out.weight.shape[0] == 1:
+                # see Router.forward
+                return (hidden * self.w_out.weight[0]).sum(dim=-1, keepdim=True) + self.w_out.bias
+        else:
+            hidden = F.gelu(self.w_in(normalize_rms(x, EPS).to(x.dtype)))
         # torch's product with a bias is a view, which sharding does not like; see Decider.forward
         return at_least_float32(self.w_out(hidden.to(x.dtype))).clone()

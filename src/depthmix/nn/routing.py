@@ -123,6 +123,9 @@ def causal(scores: Float[Tensor, "B T"], candidates: Candidates, *, compact: boo
     kept_BT, num_places = _want(scores, candidates), scores.shape[1]
     if compact and not torch.compiler.is_compiling():
         num_places = count_places(kept_BT)
+        if num_places == 0:
+            slot_BT = torch.full_like(scores, -1, dtype=torch.long)
+            return Kept(slot_BT[:, :0], slot_BT, None)
     return _pack(kept_BT, num_places)
 
 

@@ -1,0 +1,159 @@
+"""A decoding step of fixed shape equals the full pass, whoever joins and leaves."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from depthmix.infer.cache import PagedCache
+from depthmix.infer.decode import DecodeStep, Outputs, SingleStep
+from depthmix.infer.pages import Pages
+from depthmix.nn import Output, Transformer
+from variants import make_model, make_tokens
+
+CASES = [
+    ("dense", None),
+    ("mod", "predictor"),
+    ("mod_first_tokens", "router"),
+    ("mod_kv", "predictor"),
+    ("early_exit", "predictor"),
+    ("token_choice_kv", "router"),
+    ("stochastic", "all"),
+    ("moe_token_choice", None),
+    ("mode_staged", "router"),
+    ("mode_integrated_token_choice", None),
+]
+LENGTHS = [11, 4, 7]
+# who holds which row of the cache: in no order, and one row is nobody's
+ROWS = [3, 0, 4]
+
+
+@cache
+def get_model(name: str) -> Transformer:
+    """Tests share models: nobody changes them."""
+    return make_model(name).requires_grad_(False)
+
+
+class Batch:
+    """Sequences that come one after the other, in a step of four places."""
+
+    def __init__(self, name: str, selector: str | None) -> None:
+        self.model, config = get_model(name), get_model(name).config
+        pages = Pages(60 * config.num_layers, 3, config.num_layers, 5)
+        device = torch.device("cpu")
+        self.cache = PagedCache(config, pages, device=device, dtype=torch.float64)
+        # what nobody wrote is not read
+        self.cache.key.fill_(torch.nan)
+        self.cache.value.fill_(torch.nan)
+        self.tokens = [make_tokens(config, n, seed=n) for n in LENGTHS]
+        for row, length in zip(ROWS, LENGTHS, strict=True):
+            assert pages.reserve(row, length)
+        self.cache.follow(pages.drain_changes())
+        self.step = DecodeStep(self.model, self.cache, selector, 4)
+
+    def run(self, live: list[tuple[int, int]]) -> Outputs:
+        """The tokens at these (sequence, position)s."""
+        sent = [int(self.tokens[number][position]) for number, position in live]
+        self.step.send(sent, [p for _, p in live], [ROWS[number] for number, _ in live])
+        return self.step.run()
+
+
+def list_lines(output: Output, model: Transformer, position: int) -> list[int]:
+    """What a step is to tell of one token after the best one: see `Outputs.told`."""
+    routings = output.routings
+    lines = [int(routing.slot[0, position] >= 0) for routing in routings]
+    lines += [int(r.memory.slot[0, position] >= 0) for r in routings if r.memory is not None]
+    slots = {
+        layer: int(routing.slot[0, position])
+        for layer, routing in zip(model.config.routed_layers, routings, strict=True)
+    }
+    layers = model.config.expert_layers
+    for layer, routing in zip(layers, output.expert_routings, strict=True):
+        slot = slots.get(layer, position)
+        lines.append(int(routing.kept[0, slot].sum()) if slot >= 0 else 0)
+    return lines
+
+
+@pytest.mark.parametrize(("name", "selector"), CASES)
+def test_a_step_equals_the_full_pass(name: str, selector: str | None) -> None:
+    """With one to three of four places taken: the second joins late and leaves before the end."""
+    batch = Batch(name, selector)
+    outputs = [batch.model(tokens[None], selector=selector) for tokens in batch.tokens]
+    for moment in range(13):
+        # the second sequence stands first while it is there: places are not rows
+        order = [1, 0, 2]
+        live = [(n, moment - 2 * n) for n in order if 0 <= moment - 2 * n < LENGTHS[n]]
+        if not live:
+            continue
+        found = batch.run(live)
+        for place, (number, position) in enumerate(live):
+            truth = outputs[number].logits[0, position]
+            torch.testing.assert_close(found.logits[place], truth, rtol=0, atol=1e-10)
+            told = found.told[:, place].tolist()
+            assert told[0] == int(truth.argmax())
+            assert told[1:] == list_lines(outputs[number], batch.model, position)
+    lengths = batch.cache.lengths
+    assert not lengths[:, [1, 2]].any(), "rows that nobody holds stay empty"
+    for number, row in enumerate(ROWS):
+        stored = [LENGTHS[number]] * batch.model.config.num_layers
+        layers, routings = batch.model.config.routed_layers, outputs[number].routings
+        for layer, routing in zip(layers, routings, strict=True):
+            stored[layer] = int(((routing.memory or routing).slot[0] >= 0).sum())
+        assert lengths[:, row].tolist() == stored
+
+
+def test_the_best_token_comes_next_unless_another_is_sent() -> None:
+    batch = Batch("mod_gelu_mqa_untied", "predictor")
+    tokens, logits = [[5], [9]], []
+    batch.step.send([5, 9], [0, 0], [ROWS[0], ROWS[2]])
+    for _ in range(5):
+        outputs = batch.step.run()
+        logits.append(outputs.logits[:2])
+        for place, line in enumerate(tokens):
+            line.append(int(outputs.told[0, place]))
+    for line, found in zip(tokens, torch.stack(logits, dim=1), strict=True):
+        (truth,) = batch.model(torch.tensor([line[:-1]]), selector="predictor").logits
+        torch.testing.assert_close(found, truth, rtol=0, atol=1e-10)
+        assert line[1:] == truth.argmax(dim=1).tolist()
+
+
+def test_an_empty_place_changes_nothing() -> None:
+    batch = Batch("mode_staged", "predictor")
+    before = [batch.cache.key.clone(), batch.cache.value.clone(), batch.cache.lengths.clone()]
+    batch.step.send([], [], [])
+    batch.step.run()
+    for ours, theirs in zip((batch.cache.key, batch.cache.value), before, strict=False):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(batch.cache.lengths, before[2])
+
+
+def test_no_gradients_are_kept() -> None:
+    batch = Batch("dense", None)
+    batch.step.model = make_model("dense")
+    assert not batch.run([(0, 0)]).logits.requires_grad
+
+
+class CountingKernel:
+    """In place of the kernel: notes what it is given, and its best token is one more."""
+
+    def __init__(self) -> None:
+        self.taken = torch.tensor([1, 0])
+        self.given: list[tuple[int, int, list[list[int]], list[int]]] = []
+
+    def __call__(self, token: Tensor, position: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        self.given.append((int(token), int(position), table.tolist(), lengths.tolist()))
+        return torch.nn.functional.one_hot(token[0] + 1, 64).float()
+
+
+def test_a_single_step_asks_its_kernel_for_its_row() -> None:
+    batch, kernel = Batch("mod", "predictor"), CountingKernel()
+    batch.cache.lengths[:, ROWS[2]] = torch.tensor([1, 2, 3, 4])
+    step = SingleStep(batch.model, batch.cache, kernel, ROWS[2])
+    step.send([7], [30], [ROWS[2]])
+    for number in range(2):
+        outputs = step.run()
+        assert outputs.logits.shape == (1, 64)
+        assert outputs.told.tolist() == [[8 + number], [1], [0]]
+    table = batch.cache.tables[:, ROWS[2]].tolist()
+    assert kernel.given == [(7 + n, 30 + n, table, [1, 2, 3, 4]) for n in range(2)]

@@ -1,0 +1,103 @@
+"""A sample in the making: why it ends, what it says, and what it keeps to itself."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from depthmix.infer.depth import DepthMeter
+from depthmix.infer.results import Alternative
+from depthmix.infer.sampling import SamplingParams
+from depthmix.infer.text import TextStream
+from depthmix.infer.track import Track
+from variants import make_config
+
+LETTERS = "abcdefgh"
+
+
+def make_track(*, text: bool = True, penalty: bool = False, **params: Any) -> Track:
+    """A sample of a prompt of two tokens; token n is the letter n."""
+    wish = SamplingParams(**params)
+    decode = TextStream(lambda tokens: "".join(LETTERS[t] for t in tokens), wish.stop)
+    return Track(
+        request=3,
+        number=0,
+        params=wish,
+        seed=0,
+        tokens=[0, 1],
+        num_prompt=2,
+        max_new=4,
+        meter=DepthMeter(make_config("mod")),
+        stream=decode if text else None,
+        seen=torch.zeros(8, dtype=torch.bool) if penalty else None,
+    )
+
+
+def test_it_ends_by_length() -> None:
+    track = make_track()
+    ends = [track.take(token, -0.5) for token in (2, 3, 2, 5)]
+    assert ends == [("c", None), ("d", None), ("c", None), ("f", "length")]
+    assert track.num_new == 4
+    rest, sample = track.end("length")
+    assert (rest, sample.text, sample.tokens) == ("", "cdcf", (2, 3, 2, 5))
+    assert sample.finish == "length"
+    # not asked for
+    assert sample.logprobs is None
+    assert sample.top_logprobs is None
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_a_stop_token_is_a_token_and_no_text(num_before: int) -> None:
+    """Also where it is the last that may come."""
+    track = make_track(stop_tokens=[7])
+    for _ in range(num_before):
+        assert track.take(2, 0.0) == ("c", None)
+    assert track.take(7, 0.0) == ("", "stop")
+    _, sample = track.end("stop")
+    assert sample.tokens == (*[2] * num_before, 7)
+    assert sample.text == "c" * num_before
+
+
+def test_a_stop_string_is_held_back_and_cut() -> None:
+    track = make_track(stop=["de"])
+    assert track.take(2, 0.0) == ("c", None)
+    assert track.take(3, 0.0) == ("", None)
+    assert track.take(4, 0.0) == ("", "stop")
+    assert track.end("stop")[1].text == "c"
+
+
+def test_what_was_held_back_is_told_at_the_end() -> None:
+    track = make_track(stop=["de"])
+    track.take(3, 0.0)
+    rest, sample = track.end("cancelled")
+    assert (rest, sample.text, sample.finish) == ("d", "d", "cancelled")
+
+
+def test_without_a_decoder_there_is_no_text() -> None:
+    track = make_track(text=False)
+    assert track.take(2, 0.0) == ("", None)
+    rest, sample = track.end("cancelled")
+    assert (rest, sample.text) == ("", None)
+
+
+def test_only_a_penalty_notes_what_was_seen() -> None:
+    track = make_track(penalty=True)
+    track.take(5, 0.0)
+    assert track.seen is not None
+    assert track.seen.tolist() == [number == 5 for number in range(8)]
+
+
+@pytest.mark.parametrize("wish", [0, 1, 2])
+def test_as_many_alternatives_as_were_asked_for(wish: int) -> None:
+    """The batch may have asked for more."""
+    track = make_track(logprobs=wish)
+    for token, logprob in ((2, -1.0), (3, -2.0)):
+        track.take_alternatives([token, 6, 7], [logprob, -5.0, -6.0])
+        track.take(token, logprob)
+    _, sample = track.end("cancelled")
+    assert sample.logprobs == (-1.0, -2.0)
+    places = [
+        (Alternative(2, -1.0), Alternative(6, -5.0)),
+        (Alternative(3, -2.0), Alternative(6, -5.0)),
+    ]
+    assert sample.top_logprobs == (tuple(p[:wish] for p in places) if wish else None)
