@@ -40,10 +40,11 @@ def prepare_decode(
     if not record:
         # on a CPU: the whole engine, which samples at temperature 1
 
-        def step_all() -> None:
+        def step_all() -> Tensor | None:
             if not engine.has_work:
                 begin()
-            engine.step()
+            paths = [event.path for event in engine.step()]
+            return torch.tensor(paths).T if config.routed_layers else None
 
         return step_all
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from depthmix.infer import Engine, Event, Sample, SamplingParams
-from depthmix.infer.engine import choose_selector
-from depthmix.infer.runner import Done, Work
+from depthmix.infer.runner import Done, Work, choose_selector
 from depthmix.nn import Transformer
 from variants import make_config, make_model, make_tokens
 

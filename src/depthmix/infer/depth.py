@@ -66,10 +66,12 @@ def join_depths(depths: Sequence[Depth]) -> Depth:
 class DepthMeter:
     """Adds up one sequence's compute."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, selector: str | None = None) -> None:
         sizes, blocks = matrix_sizes(config), list(list_blocks(config))
         self.sizes, self.num_layers = sizes, len(blocks)
         self.num_deciders = sum(block.num_deciders for block in blocks)
+        # a predictor decides without the router, which then scores only who is kept
+        self.num_scoring = 0 if selector == "predictor" else self.num_deciders
         self.decoupled = config.routing.kv_capacity is not None
         self.pair_flops = 4 * config.num_heads * config.shape.head_width
         # one token through all blocks, without deciding over depth
@@ -95,8 +97,8 @@ class DepthMeter:
         weights += (used.num_visits - used.num_expert_visits) * sizes.mlp
         weights += used.num_expert_visits * (sizes.expert_router + sizes.expert_predictor)
         weights += used.num_expert_pairs * sizes.expert
-        # a router scores every token, then the kept ones again for the gate
-        num_scored = count * self.num_deciders + used.num_routed_visits
+        # a router that decides scores every token, and the kept ones again for the gate
+        num_scored = count * self.num_scoring + used.num_routed_visits
         num_scored += used.num_routed_stored if self.decoupled else 0
         weights += num_scored * sizes.depth_router
         weights += count * self.num_deciders * sizes.depth_predictor

@@ -11,11 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthmix.config import ModelConfig
 from depthmix.infer.depth import DepthMeter
 from depthmix.infer.pages import Pages
 from depthmix.infer.results import Event, Finish, Result, Sample, Stats
-from depthmix.infer.runner import Done, Runner, Work
+from depthmix.infer.runner import Done, Runner, Work, choose_selector
 from depthmix.infer.sampling import SamplingParams, make_settings, sample, top_logprobs
 from depthmix.infer.scheduler import Chunk, Scheduler
 from depthmix.infer.text import TextStream
@@ -24,9 +23,6 @@ from depthmix.nn import Transformer
 
 # seeds of a request's samples lie this far apart: no two requests' samples meet by counting up
 SEED_STRIDE = 0x5DEECE66D
-
-# the best first
-CAUSAL_SELECTORS = ("predictor", "router", "all")
 
 
 class Engine:
@@ -124,7 +120,7 @@ class Engine:
                 tokens=list(prompt),
                 num_prompt=len(prompt),
                 max_new=max_new,
-                meter=DepthMeter(self.config),
+                meter=DepthMeter(self.config, self.selector),
                 stream=stream,
                 seen=seen,
             )
@@ -284,21 +280,6 @@ def _find_best(done: Sequence[Done]) -> list[int]:
 
 def _stack_logits(done: Sequence[Done]) -> Float[Tensor, "B V"]:
     return torch.stack([d.logits for d in done if d.logits is not None])
-
-
-def choose_selector(config: ModelConfig, selector: str | None) -> str | None:
-    """The causal selector to generate with: the one asked for, or the best that there is."""
-    fits = [s for s in CAUSAL_SELECTORS if config.find_selector_problem(s) is None]
-    advice = f"use {' or '.join(map(repr, fits))}"
-    if selector == "topk":
-        raise ValueError(f"selector 'topk' looks at tokens that are not written yet: {advice}")
-    if selector is None and config.needs_selector_to_decode:
-        selector = "predictor" if "predictor" in fits else "router"
-    problem = config.find_selector_problem(selector)
-    if problem is not None:
-        # the rest of that sentence is for training, where 'topk' is fine and a head can be added
-        raise ValueError(f"{problem.split(': ')[0]}: {advice}")
-    return selector
 
 
 def _wrap(seed: int) -> int:

@@ -42,8 +42,12 @@ class Decider(nn.Module):
         """The kept tokens, the stream to add to, the tokens' places, and what was decided."""
         # sums over one score, and not views of it: a module that returns a view of its result
         # cannot be sharded safely
-        logits_BT = self.router(x).sum(-1)
         predicted_BT = None if self.predictor is None else self.predictor(x).sum(-1)
+        if compact and selector == "predictor" and predicted_BT is not None:
+            # who is sent by need not be scored
+            logits_BT = torch.full_like(predicted_BT, torch.nan)
+        else:
+            logits_BT = self.router(x).sum(-1)
         if self.config.strategy == "early_exit":
             candidates = rules.survivors(candidates, previous)
         # decisions are not differentiable: the gate and the losses carry the gradient
@@ -59,6 +63,10 @@ class Decider(nn.Module):
         if kept.index.shape[1] == 0:
             # nobody: not even the way in
             x_BKD, weight_BK, place_BK = x[:, :0], logits_BT[:, :0], place.cut(0)
+        elif kept.valid is None and kept.index.shape == logits_BT.shape:
+            # everybody: there is nothing to move
+            x_BKD, place_BK = x, place
+            weight_BK = rules.apply_gate(self.config.gate, self.router(x).sum(-1))
         else:
             x_BKD, x = gather_tokens(x, kept.index, kept.slot)
             # scored again from the gathered tokens: the gate's gradient then stays among them,
@@ -166,6 +174,8 @@ class MixtureOfDepths(nn.Module):
             # the block neither runs nor reads its weights
             return x, routing, Update(x_BKD, None)
         update = self.block(x_BKD, place_BK, selector=selector, memory=memory, cache=cache)
-        if not nobody:
+        if x_BKD is x:
+            x = x + (routing.weight[:, :, None] * update.update).to(x.dtype)
+        elif not nobody:
             x = scatter_add_tokens(x, update.update, routing.weight, routing.index, routing.slot)
         return x, routing, update

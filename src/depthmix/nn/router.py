@@ -57,5 +57,6 @@ class Predictor(nn.Module):
                 return (hidden * self.w_out.weight[0]).sum(dim=-1, keepdim=True) + self.w_out.bias
         else:
             hidden = F.gelu(self.w_in(normalize_rms(x, EPS).to(x.dtype)))
+        scores = at_least_float32(self.w_out(hidden.to(x.dtype)))
         # torch's product with a bias is a view, which sharding does not like; see Decider.forward
-        return at_least_float32(self.w_out(hidden.to(x.dtype))).clone()
+        return scores.clone() if torch.is_grad_enabled() else scores

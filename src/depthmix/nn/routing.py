@@ -35,7 +35,8 @@ class Routing(NamedTuple):
     valid: Bool[Tensor, "B K"]
     """Places that are taken."""
     logits: Float[Tensor, "B T"]
-    """The router's scores, float32."""
+    """The router's scores, float32; NaN where a predictor decided and no more was computed than
+    needed, as in decoding on a CPU."""
     predictor_logits: Float[Tensor, "B T"] | None
     """The causal predictor's scores, where there is one."""
     slot: Int[Tensor, "B T"]
@@ -126,6 +127,10 @@ def causal(scores: Float[Tensor, "B T"], candidates: Candidates, *, compact: boo
         if num_places == 0:
             slot_BT = torch.full_like(scores, -1, dtype=torch.long)
             return Kept(slot_BT[:, :0], slot_BT, None)
+        if num_places == scores.numel():
+            # one row, and everybody in it
+            index_BT = torch.arange(num_places, device=scores.device)[None]
+            return Kept(index_BT, index_BT, None)
     return _pack(kept_BT, num_places)
 
 
@@ -150,7 +155,7 @@ def apply_gate(gate: str, scores: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
 
 def count_places(kept: Bool[Tensor, "B T"]) -> int:
     """Places that the fullest row fills; reads the device."""
-    return int(kept.sum(dim=1).max())
+    return int(kept.sum() if kept.shape[0] == 1 else kept.sum(dim=1).max())
 
 
 def _want(scores: Float[Tensor, "B T"], candidates: Candidates) -> Bool[Tensor, "B T"]:
