@@ -77,6 +77,16 @@ def test_compiled_steps_equal_the_forward_pass(name: str) -> None:
     check(name, None, max_batch=4, compile=True)
 
 
+def test_requests_that_are_computed_apart_do_not_disturb_each_other() -> None:
+    """`invariant`: recorded steps one after the other, then everybody's sampling."""
+    model = make_model(make_config("mod", width=64), dtype=torch.float32).cuda()
+    params = SamplingParams(max_tokens=8, seed=1)
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    together = Engine(model, max_batch=3, invariant=True).generate(prompts, params)
+    alone = [Engine(model, max_batch=1, invariant=True).generate([p], params)[0] for p in prompts]
+    assert [r.samples[0].tokens for r in together] == [r.samples[0].tokens for r in alone]
+
+
 def test_sampling_is_the_same_on_both_devices() -> None:
     """The noise is a hash, so that the same seed gives the same text."""
     texts = []

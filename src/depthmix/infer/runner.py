@@ -132,7 +132,9 @@ class Runner:
         outputs = step.run()
         told = outputs.told.tolist()
         self._waiting = (kind, told[0][: len(works)], [p + 1 for p in positions], rows)
-        return [self._tell(work, place, outputs.logits, told) for place, work in enumerate(works)]
+        # a copy: the next recorded step, which may come before anybody samples, writes over them
+        logits = outputs.logits.clone()
+        return [self._tell(work, place, logits, told) for place, work in enumerate(works)]
 
     @cached_property
     def can_fuse(self) -> bool:

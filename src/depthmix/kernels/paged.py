@@ -5,13 +5,9 @@ they were kept, so each row has a length of its own, and who is not kept here co
 ends at once. On CUDA it is Triton; elsewhere the truth that it must equal.
 """
 
-from importlib.util import find_spec
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-
-HAS_TRITON = find_spec("triton") is not None
 
 
 def attend_pages(
