@@ -64,6 +64,13 @@ def _find_part(length, part, num_parts: tl.constexpr, block_tokens: tl.constexpr
 
 
 @triton.jit
+def _find_elements(page, slot, group, page_head, page_page, page_token, page_size, column):
+    """Where the elements of a head's keys, or values, of these tokens stand."""
+    at = group * page_head + page * page_page + slot % page_size * page_token
+    return at[:, None] + column[None, :]
+
+
+@triton.jit
 def _attend_alone(
     query,
     query_row,
@@ -108,6 +115,7 @@ def _attend_alone(
         return
     column = tl.arange(0, block_width)
     inside = column < head_width
+    pages = table + row * most_pages
     q = tl.load(query + place * query_place + group * query_head + column, mask=inside, other=0.0)
     q = q.to(tl.float32) * scale
     top = tl.full((block_tokens,), float("-inf"), tl.float32)
@@ -116,11 +124,11 @@ def _attend_alone(
     for first in range(start, stop, block_tokens):
         slot = first + tl.arange(0, block_tokens)
         real = slot < stop
-        page = tl.load(table + row * most_pages + slot // page_size, mask=real, other=0)
-        at = group * page_head + page.to(tl.int64) * page_page + (slot % page_size) * page_token
+        page = tl.load(pages + slot // page_size, mask=real, other=0).to(tl.int64)
+        at = _find_elements(page, slot, group, page_head, page_page, page_token, page_size, column)
         mask = real[:, None] & inside[None, :]
-        k = tl.load(key_pages + at[:, None] + column[None, :], mask=mask, other=0.0)
-        v = tl.load(value_pages + at[:, None] + column[None, :], mask=mask, other=0.0)
+        k = tl.load(key_pages + at, mask=mask, other=0.0)
+        v = tl.load(value_pages + at, mask=mask, other=0.0)
         score = tl.sum(k.to(tl.float32) * q[None, :], axis=1)
         score = tl.where(real, score, float("-inf"))
         # finite, or a place that has seen no token would be inf - inf
@@ -181,6 +189,7 @@ def _attend_grouped(
         tl.store(largest + to, tl.full((block_heads,), float("-inf"), tl.float32), mask=here)
         return
     inside = column < head_width
+    pages = table + row * most_pages
     q = tl.load(
         query
         + place * query_place
@@ -195,11 +204,11 @@ def _attend_grouped(
     for first in range(start, stop, block_tokens):
         slot = first + tl.arange(0, block_tokens)
         real = slot < stop
-        page = tl.load(table + row * most_pages + slot // page_size, mask=real, other=0)
-        at = group * page_head + page.to(tl.int64) * page_page + (slot % page_size) * page_token
+        page = tl.load(pages + slot // page_size, mask=real, other=0).to(tl.int64)
+        at = _find_elements(page, slot, group, page_head, page_page, page_token, page_size, column)
         mask = real[:, None] & inside[None, :]
-        k = tl.load(key_pages + at[:, None] + column[None, :], mask=mask, other=0.0)
-        v = tl.load(value_pages + at[:, None] + column[None, :], mask=mask, other=0.0)
+        k = tl.load(key_pages + at, mask=mask, other=0.0)
+        v = tl.load(value_pages + at, mask=mask, other=0.0)
         score = tl.dot(q.to(k.dtype), tl.trans(k), input_precision="ieee") * scale
         score = tl.where(real[None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, axis=1))
