@@ -1,5 +1,7 @@
 """What is counted on a trace, against counts by hand."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -92,7 +94,7 @@ def test_long_windows_are_binned_without_gaps() -> None:
     edges = [(each["first"], each["last"]) for each in found]
     assert edges[0][0] == 0
     assert edges[-1][1] == 99
-    assert all(left[1] + 1 == right[0] for left, right in zip(edges, edges[1:], strict=False))
+    assert all(left[1] + 1 == right[0] for left, right in pairwise(edges))
     assert {each["share"] for each in found} == {1.0}
 
 

@@ -88,8 +88,9 @@ def trace_tokens(
             f"the tokenizer gives token {max(tokens)}, and the model knows {config.vocab_size}: "
             f"name the run's own with --tokenizer"
         )
-    num_added = int(end_token is not None and tokens[0] != end_token)
-    stream = [end_token, *tokens] if num_added else list(tokens)
+    stream = list(tokens)
+    if end_token is not None and tokens[0] != end_token:
+        stream = [end_token, *tokens]
     device = model.embedding.weight.device
     windows = list(cut_windows(stream, config.max_seq_len, end_token if document_mask else None))
     rules = {"topk": _follow(model, windows, None, LABELS[config.routing.strategy], device)}
@@ -101,7 +102,7 @@ def trace_tokens(
         "version": VERSION,
         "model": _describe(config),
         "end_token": end_token,
-        "num_added": num_added,
+        "num_added": len(stream) - len(tokens),
         "window_starts": list(range(0, len(stream), config.max_seq_len)),
         "tokens": stream,
         "rules": rules,
@@ -169,7 +170,9 @@ def _follow(
                 selector=selector,
                 document_ids=None if documents is None else documents.to(device),
             )
-            spread, missed = measure_predictions(model, found.hidden[0], targets.to(device))
+        # bf16 logits would blur what is compared here
+        hidden = found.hidden[0].to(model.head.weight.dtype)
+        spread, missed = measure_predictions(model, hidden, targets.to(device))
         entropy += _round(spread)
         loss += [*_round(missed), *[None] * (len(spread) - len(missed))]
         for block, routing in zip(blocks, found.routings, strict=True):
