@@ -1,0 +1,1 @@
+"""Looking at trained models: what they do with a text."""

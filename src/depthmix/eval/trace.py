@@ -1,0 +1,223 @@
+"""What a model does with a text, token by token: who is routed where, and what comes of it.
+
+Owns how a text is cut into windows and what is noted of each token. The form of the result is
+`report.traces`'. Does not know where a run's tokenizer is.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from depthmix.checkpoint import load_model
+from depthmix.config import ModelConfig
+from depthmix.infer.text import TextStream
+from depthmix.nn import Transformer
+from depthmix.report.traces import FORMAT, VERSION
+from depthmix.train.evaluate import find_causal_selector
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# logits of so many tokens at once
+CHUNK_TOKENS = 512
+
+# what training does by itself, in words
+LABELS = {
+    "expert_choice": "top-k",
+    "early_exit": "top-k of those still inside",
+    "stochastic": "random",
+    "token_choice": "token choice",
+    "causal": "causal, with a limit",
+}
+
+
+class Window(NamedTuple):
+    """One row of the text, as training cuts its stream."""
+
+    tokens: Int[Tensor, "1 T"]
+    targets: Int[Tensor, " predicted"]
+    """What follows each token; at the text's end one fewer than tokens."""
+    documents: Int[Tensor, "1 T"] | None
+    """Set where the window holds more than one document."""
+
+
+def trace_checkpoint(
+    checkpoint: Path,
+    tokenizer: "tokenizers.Tokenizer",
+    end_token: int | None,
+    text: str,
+    *,
+    origin: Mapping[str, Any],
+    max_tokens: int | None = None,
+    device: str = "cpu",
+    document_mask: bool = True,
+) -> dict[str, Any]:
+    """Trace the model of a checkpoint; `origin` is noted as it is, with the checkpoint's name."""
+    # a text that cannot be traced is refused before weights are read
+    tokens = encode_text(tokenizer, text, max_tokens)
+    model = load_model(checkpoint, device=device)
+    trace = trace_tokens(model, tokens, end_token, document_mask=document_mask)
+    texts = [""] * trace["num_added"] + cut_text(tokenizer, tokens)
+    facts = {**origin, "checkpoint": checkpoint.name, "device": device}
+    return {**trace, "origin": facts, "texts": texts}
+
+
+def trace_tokens(
+    model: Transformer,
+    tokens: Sequence[int],
+    end_token: int | None = None,
+    *,
+    document_mask: bool = True,
+) -> dict[str, Any]:
+    """Everything but the words: the decisions of both rules, entropies and losses.
+
+    The text is a document: the end token comes first, as in training. It is cut into windows of
+    `max_seq_len` tokens, and each is a row of its own, as a long document is in training.
+    """
+    config = model.config
+    if not config.routed_layers:
+        raise ValueError("this model has no routed block to look at: trace a run that routes")
+    if not tokens:
+        raise ValueError("there is no token to trace: give a text that is not empty")
+    if max(tokens) >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token {max(tokens)}, and the model knows {config.vocab_size}: "
+            f"name the run's own with --tokenizer"
+        )
+    stream = list(tokens)
+    if end_token is not None and tokens[0] != end_token:
+        stream = [end_token, *tokens]
+    device = model.embedding.weight.device
+    windows = list(cut_windows(stream, config.max_seq_len, end_token if document_mask else None))
+    rules = {"topk": _follow(model, windows, None, LABELS[config.routing.strategy], device)}
+    selector = find_causal_selector(config)
+    if selector is not None:
+        rules["causal"] = _follow(model, windows, selector, "causal", device)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": _describe(config),
+        "end_token": end_token,
+        "num_added": len(stream) - len(tokens),
+        "window_starts": list(range(0, len(stream), config.max_seq_len)),
+        "tokens": stream,
+        "rules": rules,
+    }
+
+
+def encode_text(
+    tokenizer: "tokenizers.Tokenizer", text: str, max_tokens: int | None = None
+) -> list[int]:
+    """A text's tokens and nothing else, at most `max_tokens` of them."""
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"--max-tokens {max_tokens} must be at least 1")
+    ids = tokenizer.encode(text, add_special_tokens=False).ids[:max_tokens]
+    if not ids:
+        raise ValueError("there is no token to trace: give a text that is not empty")
+    return ids
+
+
+def cut_text(tokenizer: "tokenizers.Tokenizer", tokens: Sequence[int]) -> list[str]:
+    """The text of each token; together they are the text of all.
+
+    A character of several tokens stands with its last one, the others have no text.
+    """
+    stream = TextStream(lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+    texts = [stream.add(token) for token in tokens]
+    if texts:
+        texts[-1] += stream.finish()
+    return texts
+
+
+def cut_windows(stream: Sequence[int], length: int, end_token: int | None) -> Iterator[Window]:
+    """Rows of `length` tokens, the last one shorter; an end token begins a document."""
+    all_tokens = torch.tensor(stream)
+    for start in range(0, len(stream), length):
+        here = all_tokens[start : start + length]
+        documents = None
+        # a first token begins one in any case
+        if end_token is not None and bool((here[1:] == end_token).any()):
+            documents = (here == end_token).cumsum(0)[None]
+        yield Window(here[None], all_tokens[start + 1 : start + 1 + length], documents)
+
+
+@torch.inference_mode()
+def _follow(
+    model: Transformer,
+    windows: Sequence[Window],
+    selector: str | None,
+    label: str,
+    device: torch.device,
+) -> dict[str, Any]:
+    """All windows under one rule."""
+    config = model.config
+    places = zip(config.routed_layers, config.capacities, strict=True)
+    blocks: list[dict[str, Any]] = [
+        {"layer": layer, "capacity": share, "routed": [], "score": [], "predictor": []}
+        for layer, share in places
+    ]
+    entropy: list[float] = []
+    loss: list[float | None] = []
+    for tokens, targets, documents in windows:
+        # as training computes there; routers score in float32 all the same
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            found = model.compute_hidden(
+                tokens.to(device),
+                selector=selector,
+                document_ids=None if documents is None else documents.to(device),
+            )
+        # bf16 logits would blur what is compared here
+        hidden = found.hidden[0].to(model.head.weight.dtype)
+        spread, missed = measure_predictions(model, hidden, targets.to(device))
+        entropy += _round(spread)
+        loss += [*_round(missed), *[None] * (len(spread) - len(missed))]
+        for block, routing in zip(blocks, found.routings, strict=True):
+            block["routed"] += (routing.slot[0] >= 0).int().tolist()
+            block["score"] += _round(routing.logits[0])
+            if routing.predictor_logits is not None:
+                block["predictor"] += _round(routing.predictor_logits[0])
+    for block in blocks:
+        block["predictor"] = block["predictor"] or None
+    return {
+        "label": label,
+        "selector": selector,
+        "entropy": entropy,
+        "loss": loss,
+        "blocks": blocks,
+    }
+
+
+def measure_predictions(
+    model: Transformer, hidden: Float[Tensor, "T D"], targets: Int[Tensor, " predicted"]
+) -> tuple[Float[Tensor, " T"], Float[Tensor, " predicted"]]:
+    """Entropy of what is predicted at each token, and the loss of what came, both in nats."""
+    spread, missed = [], []
+    for start in range(0, len(hidden), CHUNK_TOKENS):
+        logits_TV = model.head(hidden[start : start + CHUNK_TOKENS]).float()
+        logs_TV = logits_TV.log_softmax(-1)
+        spread.append(-(logs_TV.exp() * logs_TV).sum(-1))
+        next_T = targets[start : start + CHUNK_TOKENS]
+        missed.append(-logs_TV[: len(next_T)].gather(1, next_T[:, None])[:, 0])
+    return torch.cat(spread), torch.cat(missed)
+
+
+def _round(values: Tensor) -> list[float]:
+    # four digits are enough for eyes, and a third of the file
+    return [round(value, 4) for value in values.double().tolist()]
+
+
+def _describe(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_layers": config.num_layers,
+        "routed_layers": list(config.routed_layers),
+        "width": config.width,
+        "max_seq_len": config.max_seq_len,
+        "vocab_size": config.vocab_size,
+        "strategy": config.routing.strategy,
+        "gate": config.routing.gate,
+        "config": config.to_dict(),
+    }

@@ -1,0 +1,1 @@
+"""Pages for people, from files alone. Nothing here knows torch."""

@@ -1,0 +1,178 @@
+"""A trace says what the model itself decides, window by window, and loses nothing of the text."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from depthmix.checkpoint import load_model
+from depthmix.data.tokenizer import load_tokenizer, train_tokenizer
+from depthmix.eval.trace import (
+    CHUNK_TOKENS,
+    cut_text,
+    cut_windows,
+    encode_text,
+    measure_predictions,
+    trace_checkpoint,
+    trace_tokens,
+)
+from depthmix.nn import Transformer
+from depthmix.report.traces import check_trace
+from text_runs import write_text_run
+from variants import causal_selectors, make_config, make_model, make_tokens
+
+ROUTED = ("mod", "mod_first_tokens", "mod_kv", "token_choice", "early_exit", "mode_staged")
+
+
+def small_model(name: str, **overrides: object) -> Transformer:
+    config = make_config(name, max_seq_len=16, **overrides)
+    return make_model(config, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_decisions_are_the_models_own(name: str) -> None:
+    model = small_model(name)
+    tokens = [t % 63 + 1 for t in make_tokens(model.config, 40).tolist()]
+    trace = trace_tokens(model, tokens, end_token=0)
+    stream = [0, *tokens]
+    assert trace["tokens"] == stream
+    assert (trace["num_added"], trace["window_starts"]) == (1, [0, 16, 32])
+    assert set(trace["rules"]) == {"topk", "causal"}
+    for rule in trace["rules"].values():
+        selector = rule["selector"]
+        assert selector in causal_selectors(model.config) or selector is None
+        for start in trace["window_starts"]:
+            here = slice(start, start + 16)
+            with torch.inference_mode():
+                output = model(torch.tensor([stream[here]]), selector=selector)
+            for layer, block, routing in zip(
+                model.config.routed_layers, rule["blocks"], output.routings, strict=True
+            ):
+                assert block["layer"] == layer
+                kept = {int(i) for i in routing.index[0][routing.valid[0]]}
+                wanted = [int(i in kept) for i in range(len(stream[here]))]
+                assert block["routed"][here] == wanted
+                assert block["score"][here] == pytest.approx(routing.logits[0].tolist(), abs=1e-4)
+                if routing.predictor_logits is None:
+                    assert block["predictor"] is None
+                else:
+                    told = routing.predictor_logits[0].tolist()
+                    assert block["predictor"][here] == pytest.approx(told, abs=1e-4)
+            log = output.logits[0].double().log_softmax(-1)
+            spread = torch.distributions.Categorical(logits=log).entropy()
+            assert rule["entropy"][here] == pytest.approx(spread.tolist(), abs=1e-3)
+            # the last token of a window is followed by the first of the next
+            missed = [-float(log[i, t]) for i, t in enumerate(stream[start + 1 : start + 17])]
+            found = [value for value in rule["loss"][here] if value is not None]
+            assert found == pytest.approx(missed, abs=1e-3)
+        assert rule["loss"][-1] is None
+        assert None not in rule["loss"][:-1]
+
+
+def test_the_two_rules_are_told_apart() -> None:
+    trace = trace_tokens(small_model("mod"), list(range(1, 33)))
+    topk, causal = (trace["rules"][name] for name in ("topk", "causal"))
+    assert (topk["label"], topk["selector"]) == ("top-k", None)
+    assert (causal["label"], causal["selector"]) == ("causal", "predictor")
+    assert topk["blocks"] != causal["blocks"]
+    # a quarter of each window of 16 tokens, whatever the scores
+    assert [sum(block["routed"]) for block in topk["blocks"]] == [8] * len(topk["blocks"])
+    assert trace["num_added"] == 0
+
+
+def test_a_rule_that_cannot_be_causal_stands_alone() -> None:
+    for overrides in ({"routing.strategy": "stochastic"}, {"routing.predictor": False}):
+        trace = trace_tokens(small_model("mod", **overrides), [1, 2, 3])
+        assert list(trace["rules"]) == ["topk"]
+
+
+def test_an_end_token_inside_begins_a_document() -> None:
+    model = small_model("mod")
+    tokens = [5, 6, 7, 0, 8, 9]
+    documents = torch.tensor([[1, 1, 1, 1, 2, 2, 2]])
+    for mask in (True, False):
+        trace = trace_tokens(model, tokens, end_token=0, document_mask=mask)
+        with torch.inference_mode():
+            ids = documents if mask else None
+            output = model(torch.tensor([[0, *tokens]]), document_ids=ids)
+        told = trace["rules"]["topk"]["blocks"][-1]["score"]
+        assert told == pytest.approx(output.routings[-1].logits[0].tolist(), abs=1e-4)
+    # a text that begins with it is not begun twice
+    assert trace_tokens(model, [0, 5], end_token=0)["num_added"] == 0
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 9))
+def test_windows_hold_every_token_once(stream: list[int], length: int) -> None:
+    windows = list(cut_windows(stream, length, 0))
+    assert [int(t) for window in windows for t in window.tokens[0]] == stream
+    assert [int(t) for window in windows for t in window.targets] == stream[1:]
+    assert all(len(window.tokens[0]) == length for window in windows[:-1])
+    for window in windows:
+        inside = (window.tokens[0, 1:] == 0).nonzero()[:, 0] + 1
+        if window.documents is None:
+            assert len(inside) == 0
+        else:
+            steps = window.documents[0].diff().nonzero()[:, 0] + 1
+            assert steps.tolist() == inside.tolist()
+
+
+def test_predictions_are_measured_in_parts() -> None:
+    model = small_model("mod")
+    hidden = torch.randn(CHUNK_TOKENS + 5, model.config.width)
+    targets = torch.randint(64, (CHUNK_TOKENS + 4,))
+    with torch.inference_mode():
+        spread, missed = measure_predictions(model, hidden, targets)
+        logits = model.head(hidden)
+    loss = torch.nn.functional.cross_entropy(logits[:-1], targets, reduction="none")
+    torch.testing.assert_close(missed, loss)
+    assert spread.shape == (CHUNK_TOKENS + 5,)
+    assert float(spread.min()) > 0
+    assert float(spread.max()) <= math.log(64) + 1e-4
+
+
+@settings(max_examples=50)
+@given(st.text(st.sampled_from("ab \né€𝄞"), min_size=1, max_size=40))
+def test_texts_join_to_the_text(text: str) -> None:
+    tokenizer = train_tokenizer(["ab a b"], 260, parallel=False)
+    ids = encode_text(tokenizer, text)
+    pieces = cut_text(tokenizer, ids)
+    assert "".join(pieces) == text
+    assert len(pieces) == len(ids)
+    # cut inside a character, too
+    short = cut_text(tokenizer, ids[:-1])
+    assert "".join(short) == tokenizer.decode(ids[:-1], skip_special_tokens=False)
+
+
+def test_what_cannot_be_traced_is_refused() -> None:
+    tokenizer = train_tokenizer(["ab"], 260, parallel=False)
+    with pytest.raises(ValueError, match="--max-tokens 0 must be at least 1"):
+        encode_text(tokenizer, "ab", 0)
+    with pytest.raises(ValueError, match="a text that is not empty"):
+        encode_text(tokenizer, "")
+    with pytest.raises(ValueError, match="a text that is not empty"):
+        trace_tokens(small_model("mod"), [])
+    with pytest.raises(ValueError, match="has no routed block"):
+        trace_tokens(small_model("dense"), [1])
+    with pytest.raises(ValueError, match="gives token 64, and the model knows 64"):
+        trace_tokens(small_model("mod"), [1, 64])
+
+
+def test_a_checkpoint_is_traced_with_words(tmp_path: Path) -> None:
+    run = write_text_run(tmp_path)
+    tokenizer = load_tokenizer(tmp_path / "data")
+    text = "line 12 says 144 and née 𝄞\n" * 4
+    place = run / "checkpoints" / "step-00000002"
+    trace = trace_checkpoint(place, tokenizer, 0, text, origin={"run": "here"})
+    check_trace(trace, "this")
+    assert trace["origin"] == {"run": "here", "checkpoint": "step-00000002", "device": "cpu"}
+    assert "".join(trace["texts"]) == text
+    assert trace["texts"][0] == ""
+    assert len(trace["window_starts"]) > 1
+    again = trace_tokens(load_model(place), tokenizer.encode(text).ids, 0)
+    assert again == {key: value for key, value in trace.items() if key not in ("origin", "texts")}
+    short = trace_checkpoint(place, tokenizer, 0, text, origin={}, max_tokens=3)
+    assert len(short["tokens"]) == 4
+    assert text.startswith("".join(short["texts"]))
