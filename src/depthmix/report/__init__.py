@@ -1,0 +1,11 @@
+"""Reports: figures and a page from run folders alone.
+
+`load` reads runs, `fit` finds minima, `charts` says what is shown, `figures` draws it as images,
+`svg` draws it in a page, `page` writes both. Nothing here loads torch.
+"""
+
+from depthmix.report.fit import compare_minima, fit_runs
+from depthmix.report.load import load_runs
+from depthmix.report.page import write_report
+
+__all__ = ["compare_minima", "fit_runs", "load_runs", "write_report"]
