@@ -171,7 +171,8 @@ def chart_grid(fits: Sequence[Fit]) -> Chart:
     return Chart(
         "capacity-frequency",
         "Capacity and frequency of routing",
-        "The lowest mean loss among the sizes of each pair; darker is better, empty was not tried.",
+        "The lowest mean loss among the sizes of each pair. A stronger colour is better; what is"
+        " empty was not tried.",
         panels,
     )
 

@@ -59,7 +59,11 @@ def make_page(
     comparisons = compare_minima(fits)
     parts = {
         "title": escape(f"Report on {runs.folder}"),
-        "summary": "".join(f"<p>{escape(line)}</p>" for line in summarize(runs, comparisons)),
+        "summary": "".join(
+            # a number keeps its sign
+            f"<p>{escape(line).replace(' %', '&nbsp;%')}</p>"
+            for line in summarize(runs, comparisons)
+        ),
         "warnings": "".join(
             f'<p class="warning">{escape(w)}</p>' for w in find_warnings(runs.rows)
         ),
@@ -246,18 +250,19 @@ def _section(title: str, table: list[list[str]], note: str) -> str:
 
 
 def _table(table: list[list[str]]) -> str:
-    """The first line is the head; numbers stand to the right."""
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in table[0])
+    """The first line is the head; columns of numbers stand to the right."""
+    columns = list(zip(*table[1:], strict=True))
+    marks = [' class="number"' if all(map(_is_number, column)) else "" for column in columns]
     lines = []
-    for line in table[1:]:
-        cells = (f"<td{_align(cell)}>{escape(cell)}</td>" for cell in line)
+    for line, tag in ((line, "td" if i else "th") for i, line in enumerate(table)):
+        cells = (f"<{tag}{m}>{escape(c)}</{tag}>" for c, m in zip(line, marks, strict=True))
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    head = f"<thead><tr>{head}</tr></thead>" if any(table[0]) else ""
-    return f'<div class="wide"><table>{head}<tbody>{"".join(lines)}</tbody></table></div>'
+    head = f"<thead>{lines[0]}</thead>" if any(table[0]) else ""
+    return f'<div class="wide"><table>{head}<tbody>{"".join(lines[1:])}</tbody></table></div>'
 
 
-def _align(cell: str) -> str:
-    return ' class="number"' if re.match(r"[-+]?\d[^/]*$|-$", cell) and len(cell) < 16 else ""
+def _is_number(cell: str) -> bool:
+    return cell == "-" or re.fullmatch(r"[-+]?\d[\d.,e+-]*( [A-Za-z%]+)?", cell) is not None
 
 
 def _draw_figure(chart: Chart) -> str:

@@ -65,8 +65,7 @@ class Chart(NamedTuple):
     panels: Sequence[Panel | Grid]
 
     def list_legend(self) -> list[Series]:
-        """The first series of each name, of all panels."""
+        """The first series of each name, of all panels, by colour."""
         every = [s for panel in self.panels if isinstance(panel, Panel) for s in panel.series]
-        return list({series.name: series for series in reversed(every) if series.name}.values())[
-            ::-1
-        ]
+        first = {series.name: series for series in reversed(every) if series.name}
+        return sorted(first.values(), key=lambda series: (series.color, series.name))
