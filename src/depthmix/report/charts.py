@@ -254,7 +254,7 @@ def tell_minimum(fit: Fit) -> str:
     return f"{fit.variant}: fitted minimum\nloss {fit.loss:.4f} at {size} parameters"
 
 
-def _place(x: float, row: Row, extra: str = "") -> Point:
+def _place(x: int | float, row: Row, extra: str = "") -> Point:
     return Point(x, row.judged, "\n".join(filter(None, (tell_run(row), extra))))
 
 

@@ -23,7 +23,7 @@ class Parabola(NamedTuple):
     center: float
     bottom: float
 
-    def at(self, parameters: float) -> float:
+    def at(self, parameters: int | float) -> float:
         """The loss of a size."""
         return self.bottom + self.bend * (math.log(parameters) - self.center) ** 2
 
@@ -61,7 +61,7 @@ class Fit(NamedTuple):
         return min(self.sizes, key=lambda size: size.loss)
 
     @property
-    def parameters(self) -> float:
+    def parameters(self) -> int | float:
         """Where the minimum is: the curve's if bracketed, else the best size tried."""
         if self.curve is not None and self.bracketed:
             return math.exp(self.curve.center)
@@ -100,7 +100,7 @@ class Comparison(NamedTuple):
         return self.fit.bracketed and self.dense.bracketed
 
 
-def fit_parabola(parameters: Sequence[float], losses: Sequence[float]) -> Parabola | None:
+def fit_parabola(parameters: Sequence[int | float], losses: Sequence[float]) -> Parabola | None:
     """Least squares in log(parameters) of at least `MIN_SIZES` sizes; None where it is a line."""
     if len(set(parameters)) < MIN_SIZES:
         raise ValueError(

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 class Point(NamedTuple):
     """A place, and what to say of it."""
 
-    x: float
-    y: float
+    x: int | float
+    y: int | float
     tip: str = ""
 
 

@@ -60,7 +60,7 @@ def _draw_axes(panel: Panel) -> Iterator[str]:
     left, right = spread_range(scale(point.x) for point in points)
     low, high = spread_range(point.y for point in points)
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def place(x: int | float, y: int | float) -> tuple[float, float]:
         across, up = (scale(x) - left) / (right - left), (y - low) / (high - low)
         return LEFT + across * (RIGHT - LEFT), BOTTOM - up * (BOTTOM - TOP)
 
@@ -86,7 +86,7 @@ def _draw_series(series: Series, places: list[tuple[float, float]]) -> Iterator[
             yield _draw_mark(series, point, x, y)
 
 
-def _draw_mark(series: Series, point: Point, x: float, y: float) -> str:
+def _draw_mark(series: Series, point: Point, x: int | float, y: int | float) -> str:
     # a line is too thin to be pointed at: its points have marks that show when they are
     kind = {"dots": "dot", "star": "dot star", "line": "spot"}[series.style]
     outline = STAR if series.style == "star" else _choose_outline(series)
@@ -124,12 +124,14 @@ def _draw_entry(series: Series) -> str:
     return f"<li>{drawn}{escape(series.name)}</li>"
 
 
-def _write(x: float, y: float, words: str, anchor: str = "middle", kind: str = "") -> str:
+def _write(
+    x: int | float, y: int | float, words: str, anchor: str = "middle", kind: str = ""
+) -> str:
     name = f' class="{kind}"' if kind else ""
     return f'<text{name} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def _rule(x1: float, y1: float, x2: float, y2: float) -> str:
+def _rule(x1: int | float, y1: int | float, x2: int | float, y2: int | float) -> str:
     return f'<line class="grid" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 

@@ -31,7 +31,7 @@ def list_log_ticks(low: float, high: float) -> list[float]:
     return inside if len(inside) > 1 else list_ticks(math.exp(low), math.exp(high))
 
 
-def tell_tick(value: float, width: float) -> str:
+def tell_tick(value: float, width: int | float) -> str:
     """A tick's number, with the digits that tell it from its neighbours."""
     digits = max(0, 1 - math.floor(math.log10(width)))
     return f"{value:.{digits}f}" if digits < 7 and abs(value) < 1e6 else f"{value:.3g}"
