@@ -144,6 +144,15 @@ def test_of_several_recipes_the_best_counts(tmp_path: Path) -> None:
     assert [row.name for row in size.rows] == ["low-0", "low-1", "third"]
 
 
+def test_a_repeated_run_is_no_new_seed(tmp_path: Path) -> None:
+    for name, seed, loss in (("a", 0, 3.0), ("again", 0, 3.2), ("b", 1, 3.5)):
+        write_run(tmp_path / name, DENSE, loss, recipe={"seed": seed})
+    (size,) = fit_folder(tmp_path)["dense"].sizes
+    assert (size.num_seeds, len(size.rows)) == (2, 3)
+    assert size.loss == pytest.approx(3.3)
+    assert size.spread == pytest.approx(0.4 / math.sqrt(2))
+
+
 def test_between_sizes_flops_follow_their_logarithms(tmp_path: Path) -> None:
     middle = math.sqrt(SIZES[2] * SIZES[3])
     write_bowl(tmp_path, "dense", DENSE, Bowl(middle, 3.7))

@@ -36,6 +36,7 @@ class Size(NamedTuple):
     loss: float
     spread: float | None
     """Standard deviation over seeds; None for a single one."""
+    num_seeds: int
     rows: tuple[Row, ...]
     num_recipes: int = 1
     """Recipes that were tried; `rows` are of the best one."""
@@ -162,16 +163,22 @@ def average_seeds(rows: Sequence[Row], measure: Callable[[Row], float | None]) -
     for row in rows:
         recipes.setdefault(row.recipe, []).append(row)
 
-    def average(alike: Sequence[Row]) -> float:
-        return statistics.fmean(loss for row in alike if (loss := measure(row)) is not None)
+    def list_losses(alike: Sequence[Row]) -> list[float]:
+        # a run that was repeated with its seed is no second draw
+        seeds: dict[int, list[float]] = {}
+        for row in alike:
+            if (loss := measure(row)) is not None:
+                seeds.setdefault(row.seed, []).append(loss)
+        return [statistics.fmean(same) for same in seeds.values()]
 
-    best = min(recipes.values(), key=average)
-    losses = [loss for row in best if (loss := measure(row)) is not None]
+    best = min(recipes.values(), key=lambda alike: statistics.fmean(list_losses(alike)))
+    losses = list_losses(best)
     return Size(
         parameters=best[0].parameters.total,
         flops_per_token=best[0].flops_per_token,
-        loss=average(best),
+        loss=statistics.fmean(losses),
         spread=statistics.stdev(losses) if len(losses) > 1 else None,
+        num_seeds=len(losses),
         rows=tuple(sorted(best, key=lambda row: row.seed)),
         num_recipes=len(recipes),
     )

@@ -152,7 +152,7 @@ def _list_minima(fits: Sequence[Fit], comparisons: Sequence[Comparison]) -> list
                 fit.variant,
                 f"{fit.loss:.4f}",
                 "-" if fit.best.spread is None else f"{fit.best.spread:.4f}",
-                f"{len(fit.best.rows)}",
+                f"{fit.best.num_seeds}",
                 "-" if found is None else f"{found.percent:+.2f} %",
                 format_number(fit.parameters),
                 format_flops(fit.flops_per_token),
