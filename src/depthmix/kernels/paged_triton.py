@@ -9,13 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from depthmix.kernels.stages import jit
+
 # programs that keep an H200 busy reading: about eight on each of its multiprocessors
 PROGRAMS = 1024
 MOST_PARTS = 32
 BLOCK_TOKENS, BLOCK_TOKENS_ALONE = 64, 32
 
 
-@triton.jit
+@jit
 def _append(
     key,
     value,
@@ -55,7 +57,7 @@ def _append(
         tl.store(lengths + row, length + 1)
 
 
-@triton.jit
+@jit
 def _find_part(length, part, num_parts: tl.constexpr, block_tokens: tl.constexpr):
     """First and end of a part of the context: whole blocks, as many as the others have."""
     each = tl.cdiv(tl.cdiv(length, block_tokens), num_parts) * block_tokens
@@ -63,14 +65,14 @@ def _find_part(length, part, num_parts: tl.constexpr, block_tokens: tl.constexpr
     return start, tl.minimum(start + each, length)
 
 
-@triton.jit
+@jit
 def _find_elements(page, slot, group, page_head, page_page, page_token, page_size, column):
     """Where the elements of a head's keys, or values, of these tokens stand."""
     at = group * page_head + page * page_page + slot % page_size * page_token
     return at[:, None] + column[None, :]
 
 
-@triton.jit
+@jit
 def _attend_alone(
     query,
     query_row,
@@ -145,7 +147,7 @@ def _attend_alone(
     tl.store(mixed + to * block_width + column, tl.sum(sums * factor[:, None], axis=0))
 
 
-@triton.jit
+@jit
 def _attend_grouped(
     query,
     query_row,
@@ -223,7 +225,7 @@ def _attend_grouped(
     tl.store(mixed + to[:, None] * block_width + column[None, :], sums, mask=here[:, None])
 
 
-@triton.jit
+@jit
 def _combine(
     mixed,
     largest,

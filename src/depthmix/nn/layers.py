@@ -16,12 +16,20 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def can_use_whole_norms() -> bool:
+    """Whether a norm had better be one operation than six.
+
+    So it is where operations are started one by one. Inductor fuses the six with what stands around
+    them, and for a backward pass they keep less than the one does in bf16.
+    """
+    return not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+
+
 def normalize_rms(x: Float[Tensor, "... D"], eps: float) -> Float[Tensor, "... D"]:
     """Divide by the root mean square over the last dimension, in float32 or wider."""
-    if torch.compiler.is_compiling():
-        # inductor fuses this with what stands around it; else one kernel is better than six
-        return at_least_float32(x) * invert_rms(x, eps)
-    return F.rms_norm(at_least_float32(x), x.shape[-1:], eps=eps)
+    if can_use_whole_norms():
+        return F.rms_norm(at_least_float32(x), x.shape[-1:], eps=eps)
+    return at_least_float32(x) * invert_rms(x, eps)
 
 
 def invert_rms(x: Float[Tensor, "... D"], eps: float) -> Float[Tensor, "... 1"]:
@@ -38,7 +46,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... D"]:
-        if x.dtype == self.weight.dtype and not torch.compiler.is_compiling():
+        if x.dtype == self.weight.dtype and can_use_whole_norms():
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps).to(x.dtype)
         return (normalize_rms(x, self.eps) * self.weight).to(x.dtype)
 

@@ -9,7 +9,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthmix.kernels import stop_autocast
-from depthmix.nn.layers import Linear, at_least_float32, invert_rms, normalize_rms
+from depthmix.nn.layers import (
+    Linear,
+    at_least_float32,
+    can_use_whole_norms,
+    invert_rms,
+    normalize_rms,
+)
 
 EPS = 1e-6
 
@@ -49,14 +55,14 @@ class Predictor(nn.Module):
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T scores"]:
         x = x.detach()
-        if torch.compiler.is_compiling():
+        if can_use_whole_norms():
+            hidden = F.gelu(self.w_in(normalize_rms(x, EPS).to(x.dtype)))
+        else:
             # (W·x) / rms(x) is W·(x / rms(x)) without a normalised copy of x
             hidden = F.gelu(self.w_in(x) * invert_rms(x, EPS))
-            if self.w_out.weight.shape[0] == 1:
-                # see Router.forward
-                return (hidden * self.w_out.weight[0]).sum(dim=-1, keepdim=True) + self.w_out.bias
-        else:
-            hidden = F.gelu(self.w_in(normalize_rms(x, EPS).to(x.dtype)))
+        if self.w_out.weight.shape[0] == 1 and torch.compiler.is_compiling():
+            # see Router.forward
+            return (hidden * self.w_out.weight[0]).sum(dim=-1, keepdim=True) + self.w_out.bias
         scores = at_least_float32(self.w_out(hidden.to(x.dtype)))
         # torch's product with a bias is a view, which sharding does not like; see Decider.forward
         return scores.clone() if torch.is_grad_enabled() else scores

@@ -1,1 +1,12 @@
-"""Pages for people, from files alone. Nothing here knows torch."""
+"""Pages for people, from files alone: reports of runs, and views of traces.
+
+`load` reads runs, `fit` finds minima, `charts` says what is shown, `figures` draws it as images,
+`svg` draws it in a page, `page` writes both. `traces`, `depths` and `view` are about one text and
+its path through a model. Nothing here loads torch.
+"""
+
+from depthmix.report.fit import compare_minima, fit_runs
+from depthmix.report.load import load_runs
+from depthmix.report.page import write_report
+
+__all__ = ["compare_minima", "fit_runs", "load_runs", "write_report"]

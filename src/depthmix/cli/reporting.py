@@ -1,0 +1,40 @@
+"""The verb that turns runs into figures and a page. Nothing here loads torch."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from depthmix.cli.arguments import PlainCommand, app
+
+
+@app.command(cls=PlainCommand)
+def report(
+    folder: Annotated[
+        Path, typer.Argument(help="A folder to look for runs in.", metavar="DIR")
+    ] = Path("runs"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the page and its images; DIR/report if empty.", metavar="DIR"
+        ),
+    ] = None,
+) -> None:
+    """Compare the runs in a folder: a page and images.
+
+    Fits isoFLOP curves, finds their minima and compares them with the dense ones. Runs that are
+    not finished are named and left out. For example:
+
+    depthmix report runs/isoflop
+    """
+    from depthmix.report.page import summarize, write_report
+
+    command = ["depthmix", "report", str(folder), *(["--out", str(out)] if out else [])]
+    found = write_report(folder, out, shlex.join(command))
+    for line in summarize(found.runs, found.comparisons):
+        print(line)
+    for run in found.runs.left_out:
+        print(f"left out: {run.name} ({run.state}): {run.reason}")
+    print(f"images: {len(found.images)} in {found.page.parent}")
+    print(f"page: {found.page}")

@@ -1,0 +1,274 @@
+"""What a report shows, as data: charts of panels of series, each point with the words to it.
+
+Owns which figures there are and what stands on their axes. Does not know how they are drawn: the
+images and the page's drawings are made from the same data.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from depthmix.describe import format_flops, format_number
+from depthmix.report.fit import Fit, find_dense
+from depthmix.report.load import Row, rank_kind
+from depthmix.report.shapes import Cell, Chart, Grid, Panel, Point, Series
+
+CURVE_POINTS = 60
+# a curve is drawn a little beyond its sizes, so that its bend is seen
+CURVE_MARGIN = 0.08
+MINUTE, HOUR = 60.0, 3600.0
+
+Colors = Mapping[str, int]
+"""Variant → number of its colour."""
+
+
+def list_charts(rows: Sequence[Row], fits: Sequence[Fit]) -> list[Chart]:
+    """The figures that these runs can fill."""
+    colors = number_colors(rows)
+    charts = (
+        chart_isoflop(fits, colors),
+        chart_relative_flops(fits, colors),
+        chart_time(rows, colors),
+        chart_grid(fits),
+        chart_causal(rows, colors),
+        chart_heads(fits, colors),
+    )
+    return [chart for chart in charts if chart.panels]
+
+
+def number_colors(rows: Sequence[Row]) -> dict[str, int]:
+    """Each variant's colour, the same in every figure; dense is the first."""
+    kinds = {row.variant: rank_kind(row.kind) for row in rows}
+    order = sorted(kinds, key=lambda variant: (kinds[variant], variant))
+    return {variant: i for i, variant in enumerate(order)}
+
+
+def chart_isoflop(fits: Sequence[Fit], colors: Colors) -> Chart:
+    """Loss against size, a panel for each budget with a curve."""
+    panels = []
+    for budget in _list_budgets(fits):
+        series = []
+        for fit in (fit for fit in fits if fit.budget == budget and len(fit.sizes) > 1):
+            color = colors[fit.variant]
+            if fit.curve is not None:
+                series.append(Series("", color, "line", _trace(fit)))
+            dots = [_place(row.parameters.total, row) for size in fit.sizes for row in size.rows]
+            series.append(Series(fit.variant, color, "dots", dots))
+            if fit.bracketed:
+                star = Point(fit.parameters, fit.loss, tell_minimum(fit))
+                series.append(Series("", color, "star", [star]))
+        if series:
+            labels = _tell_budget(budget), "parameters", "validation loss"
+            panels.append(Panel(*labels, series, log_x=True))
+    return Chart(
+        "isoflop",
+        "Loss against size at equal training compute",
+        "Every dot is a run, every curve a parabola in log(parameters) through means over seeds,"
+        " every star a minimum that lies between the sizes tried. Routed models are judged by their"
+        " causal loss where they have a causal head.",
+        panels,
+    )
+
+
+def chart_relative_flops(fits: Sequence[Fit], colors: Colors) -> Chart:
+    """Loss against the cost of a forward pass, where there is a dense model to relate it to."""
+    panels = []
+    for budget in _list_budgets(fits):
+        dense, here = find_dense(fits, budget), [fit for fit in fits if fit.budget == budget]
+        if dense is None or len(here) < 2:
+            continue
+        unit = dense.flops_per_token
+        series = [
+            Series(
+                fit.variant,
+                colors[fit.variant],
+                "dots",
+                [
+                    _place(row.flops_per_token / unit, row, f"{row.flops_per_token / unit:.2f} x")
+                    for size in fit.sizes
+                    for row in size.rows
+                ],
+            )
+            for fit in here
+        ]
+        xs = [point.x for each in series for point in each.points]
+        level = [Point(min(xs), dense.loss), Point(max(xs), dense.loss)]
+        ys = [point.y for each in series for point in each.points]
+        column = [Point(1.0, min(ys)), Point(1.0, max(ys))]
+        guides = [Series("", 0, "guide", level), Series("", 0, "guide", column)]
+        x_label = "forward FLOPs a token, relative to the dense optimum"
+        panels.append(Panel(_tell_budget(budget), x_label, "validation loss", [*guides, *series]))
+    return Chart(
+        "relative-flops",
+        "Loss against forward FLOPs",
+        "The dotted lines cross at the dense optimum of the same budget: runs below the level line"
+        " are better, runs left of the other are cheaper to use.",
+        panels,
+    )
+
+
+def chart_time(rows: Sequence[Row], colors: Colors) -> Chart:
+    """Loss against the time that training took."""
+    panels = []
+    for budget in dict.fromkeys(row.budget for row in rows):
+        here = [row for row in rows if row.budget == budget and row.seconds]
+        if len(here) < 2:
+            continue
+        longest = max(row.seconds or 0.0 for row in here)
+        unit, name = (HOUR, "hours") if longest > 2 * HOUR else (MINUTE, "minutes")
+        if longest <= 2 * MINUTE:
+            unit, name = 1.0, "seconds"
+        series = [
+            Series(
+                variant,
+                color,
+                "dots",
+                [
+                    _place(x, row, f"{x:.3g} {name}")
+                    for row in here
+                    if row.variant == variant and (x := (row.seconds or 0.0) / unit)
+                ],
+            )
+            for variant, color in colors.items()
+        ]
+        series = [each for each in series if each.points]
+        panels.append(Panel(_tell_budget(budget), f"{name} of training", "validation loss", series))
+    return Chart(
+        "time",
+        "Loss against wall-clock",
+        "Time spent on steps, without validation and checkpoints. Runs that shared a device, or ran"
+        " on different ones, are not comparable here.",
+        panels,
+    )
+
+
+def chart_grid(fits: Sequence[Fit]) -> Chart:
+    """Capacity against frequency: the best loss of each pair that was tried."""
+    panels = []
+    for budget in _list_budgets(fits):
+        found: dict[tuple[float, int], list[Fit]] = {}
+        for fit in fits:
+            row = fit.best.rows[0]
+            if fit.budget == budget and fit.kind == "mod" and row.capacity and row.every:
+                found.setdefault((row.capacity, row.every), []).append(fit)
+        capacities, steps = sorted({c for c, _ in found}), sorted({e for _, e in found})
+        if len(found) < 3 or len(capacities) < 2:
+            continue
+        cells = []
+        for (capacity, every), alike in found.items():
+            fit = min(alike, key=lambda fit: fit.best.loss)
+            tip = "\n".join(tell_run(row) for row in fit.best.rows)
+            cells.append(Cell(f"{capacity:.4g}", f"{every}", fit.best.loss, tip))
+        panels.append(
+            Grid(
+                _tell_budget(budget),
+                "capacity of a routed block",
+                "every n-th block routes",
+                [f"{capacity:.4g}" for capacity in capacities],
+                [f"{every}" for every in steps],
+                cells,
+            )
+        )
+    return Chart(
+        "capacity-frequency",
+        "Capacity and frequency of routing",
+        "The lowest mean loss among the sizes of each pair. A stronger colour is better; what is"
+        " empty was not tried.",
+        panels,
+    )
+
+
+def chart_causal(rows: Sequence[Row], colors: Colors) -> Chart:
+    """By how much the loss rises when decisions may not see the future."""
+    series = []
+    for variant, color in colors.items():
+        points = [
+            Point(row.loss, 100 * (row.loss_causal - row.loss) / row.loss, tell_run(row))
+            for row in rows
+            if row.variant == variant and row.loss_causal is not None
+        ]
+        if points:
+            series.append(Series(variant, color, "dots", points))
+    panels = []
+    if series:
+        xs = [point.x for each in series for point in each.points]
+        zero = Series("", 0, "guide", [Point(min(xs), 0.0), Point(max(xs), 0.0)])
+        panels = [Panel("", "top-k loss", "causal above top-k loss, %", [zero, *series])]
+    return Chart(
+        "causal",
+        "Causal against top-k loss",
+        "Top-k chooses with a look at the whole sequence; a causal head decides each token from"
+        " itself, as sampling must. What the second costs, in per cent of the first.",
+        panels,
+    )
+
+
+def chart_heads(fits: Sequence[Fit], colors: Colors) -> Chart:
+    """Precision and recall of the causal heads over training, of the best size of each fit."""
+    panels = []
+    for part in ("precision", "recall"):
+        series, named = [], set()
+        for fit in fits:
+            for row in fit.best.rows:
+                for head in row.heads:
+                    label = f"{fit.variant}: {head.name}"
+                    points = [
+                        Point(100 * x, y, f"{tell_run(row)}\n{head.name} {part} {y:.3f}")
+                        for x, y in getattr(head, part)
+                    ]
+                    # each name once; what comes again is another seed or budget
+                    name = "" if label in named else label
+                    named.add(label)
+                    series.append(Series(name, colors[fit.variant], "line", points))
+        if series:
+            panels.append(Panel(part, "share of training, %", part, series))
+    return Chart(
+        "heads",
+        "Precision and recall of the causal heads",
+        "Of the tokens that a head would route, the share that top-k keeps (precision), and of"
+        " those that top-k keeps, the share that it would route (recall). Only the best size of"
+        " each budget and variant.",
+        panels,
+    )
+
+
+def tell_run(row: Row) -> str:
+    """A run in a few lines."""
+    losses = f"loss {row.loss:.4f}"
+    if row.loss_causal is not None:
+        losses = f"causal loss {row.loss_causal:.4f}, top-k {row.loss:.4f}"
+    sizes = row.parameters
+    return "\n".join(
+        (
+            row.name,
+            f"{row.variant}, {format_number(sizes.total)} parameters"
+            f" ({format_number(sizes.active)} active)",
+            losses,
+            f"seed {row.seed}, {format_flops(row.flops_per_token)} a token",
+        )
+    )
+
+
+def tell_minimum(fit: Fit) -> str:
+    """A fitted minimum in a line or two."""
+    size = format_number(fit.parameters)
+    return f"{fit.variant}: fitted minimum\nloss {fit.loss:.4f} at {size} parameters"
+
+
+def _place(x: int | float, row: Row, extra: str = "") -> Point:
+    return Point(x, row.judged, "\n".join(filter(None, (tell_run(row), extra))))
+
+
+def _trace(fit: Fit) -> list[Point]:
+    assert fit.curve is not None
+    low, high = (math.log(fit.sizes[k].parameters) for k in (0, -1))
+    low, high = low - CURVE_MARGIN * (high - low), high + CURVE_MARGIN * (high - low)
+    steps = (low + (high - low) * i / CURVE_POINTS for i in range(CURVE_POINTS + 1))
+    return [Point(math.exp(x), fit.curve.at(math.exp(x))) for x in steps]
+
+
+def _list_budgets(fits: Sequence[Fit]) -> list[float]:
+    return sorted({fit.budget for fit in fits})
+
+
+def _tell_budget(budget: float) -> str:
+    return f"{budget:.3g}".replace("e+0", "e").replace("e+", "e") + " training FLOPs"

@@ -1,0 +1,210 @@
+"""IsoFLOP fits: a parabola in log(parameters) for each budget and variant, and minima compared.
+
+Pure functions of numbers. A minimum that was not bracketed is never presented as one.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from depthmix.report.load import Row, rank_kind
+
+MIN_SIZES = 3
+"""So many points determine a parabola."""
+
+
+class Parabola(NamedTuple):
+    """loss = bottom + bend · (log(parameters) - center)²; `bend` is not 0, but may be negative."""
+
+    bend: float
+    center: float
+    bottom: float
+
+    def at(self, parameters: int | float) -> float:
+        """The loss of a size."""
+        return self.bottom + self.bend * (math.log(parameters) - self.center) ** 2
+
+
+class Size(NamedTuple):
+    """One model of a variant at one budget: the mean over its seeds."""
+
+    parameters: int
+    flops_per_token: float
+    loss: float
+    spread: float | None
+    """Standard deviation over seeds; None for a single one."""
+    num_seeds: int
+    rows: tuple[Row, ...]
+    num_recipes: int = 1
+    """Recipes that were tried; `rows` are of the best one."""
+
+
+class Fit(NamedTuple):
+    """A variant at a budget: its sizes, the curve through them and where it is lowest."""
+
+    budget: float
+    variant: str
+    kind: str
+    sizes: tuple[Size, ...]
+    """In order of their parameters."""
+    curve: Parabola | None
+    bracketed: bool
+    """Whether the curve's minimum lies between the smallest and the largest size."""
+    note: str
+    """Why the minimum is only that of the sizes tried; empty where it is bracketed."""
+
+    @property
+    def best(self) -> Size:
+        """The size with the lowest mean loss."""
+        return min(self.sizes, key=lambda size: size.loss)
+
+    @property
+    def parameters(self) -> int | float:
+        """Where the minimum is: the curve's if bracketed, else the best size tried."""
+        if self.curve is not None and self.bracketed:
+            return math.exp(self.curve.center)
+        return self.best.parameters
+
+    @property
+    def loss(self) -> float:
+        """The minimum: the curve's if bracketed, else that of the best size tried."""
+        if self.curve is not None and self.bracketed:
+            return self.curve.bottom
+        return self.best.loss
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward FLOPs at the minimum, between sizes by a line through their logarithms."""
+        xs = [math.log(size.parameters) for size in self.sizes]
+        ys = [math.log(size.flops_per_token) for size in self.sizes]
+        return math.exp(float(np.interp(math.log(self.parameters), xs, ys)))
+
+
+class Comparison(NamedTuple):
+    """A variant's minimum beside the dense one of the same budget."""
+
+    fit: Fit
+    dense: Fit
+    percent: float
+    """By how much its loss is higher, in per cent of the dense one; negative is better."""
+    relative_flops: float
+    """Its forward FLOPs at the minimum over those of the dense minimum."""
+    parity_flops: float | None
+    """The same for its cheapest size that is at least as good as the dense minimum, if any is."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether both minima are bracketed."""
+        return self.fit.bracketed and self.dense.bracketed
+
+
+def fit_parabola(parameters: Sequence[int | float], losses: Sequence[float]) -> Parabola | None:
+    """Least squares in log(parameters) of at least `MIN_SIZES` sizes; None where it is a line."""
+    if len(set(parameters)) < MIN_SIZES:
+        raise ValueError(
+            f"{len(set(parameters))} sizes do not determine a parabola: give at least {MIN_SIZES}"
+        )
+    xs = np.log(np.asarray(parameters, dtype=np.float64))
+    # about the middle and by the width: log(parameters) is large and varies little
+    middle, width = xs.mean(), xs.max() - xs.min()
+    square, slope, level = np.polyfit((xs - middle) / width, np.asarray(losses, np.float64), 2)
+    # what rounding alone bends has its minimum anywhere
+    if abs(square) <= 1e-9 * max(abs(level), abs(slope)):
+        return None
+    center = -slope / (2 * square)
+    bottom = level - square * center**2
+    return Parabola(float(square / width**2), float(middle + width * center), float(bottom))
+
+
+def fit_runs(
+    rows: Iterable[Row], measure: Callable[[Row], float | None] | None = None
+) -> list[Fit]:
+    """A fit for each budget and variant, in order; by the loss that `measure` tells.
+
+    By default that is `Row.judged`. Runs for which it tells None are left out.
+    """
+    measure = measure or (lambda row: row.judged)
+    groups: dict[tuple[float, str], list[Row]] = {}
+    for row in rows:
+        if measure(row) is not None:
+            groups.setdefault((row.budget, row.variant), []).append(row)
+    fits = [_fit_group(group, measure) for group in groups.values()]
+    return sorted(fits, key=lambda fit: (fit.budget, rank_kind(fit.kind), fit.variant))
+
+
+def _fit_group(rows: list[Row], measure: Callable[[Row], float | None]) -> Fit:
+    models: dict[str, list[Row]] = {}
+    for row in rows:
+        models.setdefault(row.model, []).append(row)
+    sizes = [average_seeds(alike, measure) for alike in models.values()]
+    sizes.sort(key=lambda size: (size.parameters, size.loss))
+    xs, ys = [size.parameters for size in sizes], [size.loss for size in sizes]
+    curve, note = None, ""
+    if len(set(xs)) < MIN_SIZES:
+        note = f"{len(set(xs))} of the {MIN_SIZES} sizes that a fit needs"
+    else:
+        curve = fit_parabola(xs, ys)
+        if curve is None or curve.bend <= 0:
+            note = "the curve does not bend upwards"
+        elif curve.center <= math.log(xs[0]):
+            note = "the minimum lies below the smallest size"
+        elif curve.center >= math.log(xs[-1]):
+            note = "the minimum lies beyond the largest size"
+    first = rows[0]
+    return Fit(first.budget, first.variant, first.kind, tuple(sizes), curve, not note, note)
+
+
+def average_seeds(rows: Sequence[Row], measure: Callable[[Row], float | None]) -> Size:
+    """Runs of one model as one point; of several recipes the one with the lowest mean counts."""
+    recipes: dict[str, list[Row]] = {}
+    for row in rows:
+        recipes.setdefault(row.recipe, []).append(row)
+
+    def list_losses(alike: Sequence[Row]) -> list[float]:
+        # a run that was repeated with its seed is no second draw
+        seeds: dict[int, list[float]] = {}
+        for row in alike:
+            if (loss := measure(row)) is not None:
+                seeds.setdefault(row.seed, []).append(loss)
+        return [statistics.fmean(same) for same in seeds.values()]
+
+    best = min(recipes.values(), key=lambda alike: statistics.fmean(list_losses(alike)))
+    losses = list_losses(best)
+    return Size(
+        parameters=best[0].parameters.total,
+        flops_per_token=best[0].flops_per_token,
+        loss=statistics.fmean(losses),
+        spread=statistics.stdev(losses) if len(losses) > 1 else None,
+        num_seeds=len(losses),
+        rows=tuple(sorted(best, key=lambda row: row.seed)),
+        num_recipes=len(recipes),
+    )
+
+
+def find_dense(fits: Iterable[Fit], budget: float) -> Fit | None:
+    """The dense fit of a budget; where there are several kinds of dense models, the best."""
+    dense = [fit for fit in fits if fit.kind == "dense" and fit.budget == budget]
+    return min(dense, key=lambda fit: fit.loss) if dense else None
+
+
+def compare_minima(fits: Sequence[Fit]) -> list[Comparison]:
+    """Every variant's minimum against the dense one of its budget, where there is one."""
+    found = []
+    for fit in fits:
+        dense = find_dense(fits, fit.budget)
+        if dense is None or fit is dense:
+            continue
+        good = [size.flops_per_token for size in fit.sizes if size.loss <= dense.loss]
+        found.append(
+            Comparison(
+                fit=fit,
+                dense=dense,
+                percent=100 * (fit.loss - dense.loss) / dense.loss,
+                relative_flops=fit.flops_per_token / dense.flops_per_token,
+                parity_flops=min(good) / dense.flops_per_token if good else None,
+            )
+        )
+    return found

@@ -1,0 +1,285 @@
+"""Run folders as rows of numbers: what each run is, what it cost and how good it came out.
+
+Owns what makes two runs comparable: their variant, their budget, their size and their recipe. Reads
+run folders only; knows nothing of fits and pictures, and no torch.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from depthmix import flops
+from depthmix.config import ModelConfig
+from depthmix.recipe import Recipe, RunConfig
+from depthmix.rundir import RunDir
+from depthmix.runs import RunSummary, list_runs
+
+BUDGET_TOLERANCE = 0.02
+"""Budgets so close, as a share, are one: a run spends whole steps."""
+
+# what makes a model larger and not another kind of model
+SIZE_FIELDS = {
+    *("num_layers", "width", "num_heads", "num_kv_heads", "head_width", "mlp_width"),
+    *("experts.width", "routing.predictor_width", "experts.predictor_width"),
+}
+# what of a recipe does not change what is learned
+OTHER_FIELDS = {
+    *("seed", "steps", "tokens", "flops", "accumulate", "compile", "cuda_graph", "shard_size"),
+    *("log_every", "val_every", "checkpoint_every", "checkpoint_minutes", "keep_checkpoints"),
+    *("checkpoint_activations", "tensorboard", "wandb"),
+}
+KINDS = {
+    "expert_choice": "mod",
+    "causal": "mod causal",
+    "token_choice": "token_choice",
+    "stochastic": "stochastic",
+    "early_exit": "early_exit",
+}
+
+
+class Head(NamedTuple):
+    """How well a causal head foretold top-k membership, over a run."""
+
+    name: str
+    precision: tuple[tuple[float, float], ...]
+    """(share of the run, precision)."""
+    recall: tuple[tuple[float, float], ...]
+
+
+class Row(NamedTuple):
+    """A finished run in numbers."""
+
+    name: str
+    """Its folder, below the one that is reported on."""
+    kind: str
+    """dense, mod, stochastic, token_choice, early_exit, moe, mode staged, mode integrated."""
+    variant: str
+    """The kind, and what tells it from other runs of this kind; see `name_variants`."""
+    budget: float
+    """Training FLOPs, the same number for all runs of one budget."""
+    flops: float
+    """Training FLOPs really spent."""
+    parameters: flops.Parameters
+    flops_per_token: float
+    """Of a forward pass."""
+    loss: float
+    """Validation loss under the training's own rule: top-k, or a dense model's only one."""
+    loss_causal: float | None
+    """Under the causal head; None where there is none, as in a dense model."""
+    seed: int
+    seconds: float | None
+    """Spent on steps, without validation and checkpoints."""
+    tokens_per_second: float | None
+    capacity: float | None
+    """The share that every routed block keeps; None without routing, or where shares differ."""
+    every: int | None
+    heads: tuple[Head, ...]
+    model: str
+    """The model's configuration, the same text for the same model."""
+    recipe: str
+    """What of the recipe changes what is learned, without seed and budget."""
+    settings: Mapping[str, Any]
+    """The model's fields that are not its size."""
+    provenance: Mapping[str, Any]
+    """Of the first start."""
+
+    @property
+    def judged(self) -> float:
+        """The loss to compare by: under causal decisions where the model takes any."""
+        return self.loss if self.loss_causal is None else self.loss_causal
+
+
+class LeftOut(NamedTuple):
+    """A run that is in no fit, and why."""
+
+    name: str
+    state: str
+    reason: str
+
+
+class Runs(NamedTuple):
+    """All that a folder holds."""
+
+    folder: str
+    rows: list[Row]
+    left_out: list[LeftOut]
+
+
+def load_runs(folder: str | Path) -> Runs:
+    """Every run in a folder and below; what is not finished or broken is named with its reason."""
+    rows, left_out = [], []
+    for summary in list_runs(folder):
+        name = Path(summary.path).relative_to(folder).as_posix()
+        name = Path(summary.path).resolve().name if name == "." else name
+        if problem := _find_problem(summary):
+            left_out.append(LeftOut(name, summary.state, problem))
+            continue
+        try:
+            rows.append(_read_row(name, summary))
+        except (OSError, ValueError) as error:
+            left_out.append(LeftOut(name, "broken", str(error)))
+        except (AttributeError, LookupError, TypeError) as error:
+            reason = f"its files are not as training writes them: {error}"
+            left_out.append(LeftOut(name, "broken", reason))
+    budgets = group_budgets([row.budget for row in rows])
+    rows = [row._replace(budget=budgets[row.budget]) for row in rows]
+    rows = [
+        row._replace(variant=variant)
+        for row, variant in zip(rows, name_variants(rows), strict=True)
+    ]
+    rows.sort(key=lambda row: (row.budget, rank_kind(row.kind), row.variant, row.parameters.total))
+    return Runs(str(folder), rows, left_out)
+
+
+def _find_problem(run: RunSummary) -> str:
+    if run.state == "broken":
+        return run.reason
+    if run.state != "finished":
+        told = f": {run.reason}" if run.reason else ""
+        return f"ended at step {run.step} of {run.num_steps or '?'}{told}"
+    if run.val_loss_topk is None or not math.isfinite(run.val_loss_topk):
+        return "it has no validation loss: its data has no validation split, or it diverged"
+    return ""
+
+
+def _read_row(name: str, summary: RunSummary) -> Row:
+    folder = RunDir.open(summary.path)
+    config = RunConfig.from_dict(folder.read_config())
+    model, train = config.model, folder.read_metrics("train")
+    spent = summary.flops
+    if spent is None:
+        step = flops.training_flops(
+            model, seq_len=config.seq_len, batch_size=config.train.batch_size
+        )
+        spent = summary.step * step
+    loss = summary.val_loss_topk
+    assert loss is not None
+    capacities = set(model.capacities)
+    return Row(
+        name=name,
+        kind=name_kind(model),
+        variant="",
+        budget=float(config.train.flops or spent),
+        flops=float(spent),
+        parameters=flops.num_parameters(model),
+        flops_per_token=flops.flops_per_token(model, seq_len=config.seq_len),
+        loss=float(loss),
+        loss_causal=None if summary.val_loss_causal is None else float(summary.val_loss_causal),
+        seed=config.train.seed,
+        seconds=count_seconds(train),
+        tokens_per_second=_find_speed(train),
+        capacity=capacities.pop() if len(capacities) == 1 else None,
+        every=model.routing.every if model.routed_layers else None,
+        heads=tuple(_read_heads(model, folder, summary.num_steps or summary.step)),
+        model=model.to_json(),
+        recipe=_tell_recipe(config.train),
+        settings=list_settings(model),
+        provenance=(folder.read_json("provenance.json").get("starts") or [{}])[0],
+    )
+
+
+def name_kind(model: ModelConfig) -> str:
+    """What a model is, in a word or two."""
+    if model.expert_layers:
+        if model.routed_layers:
+            plain = model.routing.strategy in ("expert_choice", "causal")
+            return "mode staged" if plain else f"{KINDS[model.routing.strategy]} moe"
+        return "mode integrated" if model.experts.num_noop else "moe"
+    return KINDS[model.routing.strategy] if model.routed_layers else "dense"
+
+
+def rank_kind(kind: str) -> int:
+    """The order in which kinds are shown: dense first, then routing, then experts."""
+    known = ("dense", *KINDS.values(), "moe", "mode staged", "mode integrated")
+    return known.index(kind) if kind in known else len(known)
+
+
+def list_settings(model: ModelConfig) -> dict[str, Any]:
+    """The model's fields that are not its size, by dotted name; only those that do something."""
+    tree = model.to_dict()
+    parts = {"routing": bool(model.routed_layers), "experts": bool(model.expert_layers)}
+    found = {name: value for name, value in tree.items() if name not in parts}
+    for part, used in parts.items():
+        found |= {f"{part}.{name}": value for name, value in tree[part].items() if used}
+    return {name: value for name, value in found.items() if name not in SIZE_FIELDS}
+
+
+def name_variants(rows: Sequence[Row]) -> list[str]:
+    """A name for each row: its kind, with the settings in which runs of this kind differ."""
+    names = []
+    for row in rows:
+        alike = [other.settings for other in rows if other.kind == row.kind]
+        differing = [
+            name
+            for name, value in row.settings.items()
+            if any(other.get(name) != value for other in alike)
+        ]
+        told = [_tell_setting(name, row.settings[name]) for name in differing]
+        names.append(" ".join((row.kind, *told)))
+    return names
+
+
+def _tell_setting(name: str, value: Any) -> str:
+    if name == "routing.capacity" and isinstance(value, float):
+        return f"{value:.4g}"
+    if name == "routing.every":
+        return f"every {value}"
+    return f"{name}={value}"
+
+
+def group_budgets(budgets: Iterable[float]) -> dict[float, float]:
+    """Each budget → the one that stands for all within `BUDGET_TOLERANCE` above their least."""
+    groups: list[list[float]] = []
+    for budget in sorted(budgets):
+        if groups and budget <= groups[-1][0] * (1 + BUDGET_TOLERANCE):
+            groups[-1].append(budget)
+        else:
+            groups.append([budget])
+    return {budget: statistics.median_low(group) for group in groups for budget in group}
+
+
+def count_seconds(train: Sequence[Mapping[str, Any]]) -> float | None:
+    """Time on steps by a run's training records; the untimed first steps count as the others."""
+    total, timed, before = 0.0, 0, 0
+    for record in train:
+        steps, before = record["step"] - before, record["step"]
+        if record.get("seconds_per_step") is not None:
+            total, timed = total + steps * record["seconds_per_step"], timed + steps
+    return total * before / timed if timed else None
+
+
+def _find_speed(train: Sequence[Mapping[str, Any]]) -> float | None:
+    # the median: a record beside another run's start or end says little
+    speeds = [s for record in train if (s := record.get("tokens_per_second")) is not None]
+    return statistics.median(speeds) if speeds else None
+
+
+def _read_heads(model: ModelConfig, folder: RunDir, num_steps: int) -> Iterable[Head]:
+    routing, experts = model.routing, model.experts
+    # a router that nothing taught to decide is measured, too, and says nothing
+    trained = {
+        "predictor": True,
+        "router": routing.aux_loss_weight > 0,
+        "expert_predictor": True,
+        "expert_router": experts.aux_loss_weight > 0,
+    }
+    records = folder.read_metrics("val")
+    for name in (name for name, used in trained.items() if used):
+        curves = [
+            tuple(
+                (record["step"] / num_steps, float(value))
+                for record in records
+                if (value := record.get(f"{name}_{part}")) is not None
+            )
+            for part in ("precision", "recall")
+        ]
+        if all(curves):
+            yield Head(name, *curves)
+
+
+def _tell_recipe(recipe: Recipe) -> str:
+    fields = dataclasses.asdict(recipe).items()
+    return " ".join(f"{name}={value}" for name, value in fields if name not in OTHER_FIELDS)

@@ -1,0 +1,287 @@
+"""The page: figures, tables, and where all of it comes from, in one file that needs no other.
+
+Owns the tables and the words. Every text that comes from a run is escaped, and the page asks
+nobody for anything.
+"""
+
+import platform
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from html import escape
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from depthmix.describe import format_flops, format_number
+from depthmix.report.charts import list_charts
+from depthmix.report.figures import draw_figures
+from depthmix.report.fit import Comparison, Fit, compare_minima, fit_runs
+from depthmix.report.load import Row, Runs, load_runs
+from depthmix.report.shapes import Chart
+from depthmix.report.svg import draw_chart
+
+PAGE = "report.html"
+TEMPLATE = Path(__file__).with_name("template.html")
+
+
+class Report(NamedTuple):
+    """What was written, and what is in it."""
+
+    page: Path
+    images: list[Path]
+    runs: Runs
+    fits: list[Fit]
+    comparisons: list[Comparison]
+
+
+def write_report(folder: str | Path, out: str | Path | None = None, command: str = "") -> Report:
+    """Read the runs in a folder, write the page and its images, by default into FOLDER/report."""
+    runs = load_runs(folder)
+    place = Path(folder, "report") if out is None else Path(out)
+    fits = fit_runs(runs.rows)
+    charts = list_charts(runs.rows, fits)
+    if place.exists() and not place.is_dir():
+        raise ValueError(f"'{place}' is a file: choose another --out for the report's folder")
+    place.mkdir(parents=True, exist_ok=True)
+    images = draw_figures(charts, place)
+    page = place / PAGE
+    page.write_text(make_page(runs, fits, charts, command), encoding="utf-8")
+    return Report(page, images, runs, fits, compare_minima(fits))
+
+
+def make_page(
+    runs: Runs, fits: Sequence[Fit], charts: Sequence[Chart], command: str, when: str = ""
+) -> str:
+    """The page's HTML."""
+    comparisons = compare_minima(fits)
+    parts = {
+        "title": escape(f"Report on {runs.folder}"),
+        "summary": "".join(
+            # a number keeps its sign
+            f"<p>{escape(line).replace(' %', '&nbsp;%')}</p>"
+            for line in summarize(runs, comparisons)
+        ),
+        "warnings": "".join(
+            f'<p class="warning">{escape(w)}</p>' for w in find_warnings(runs.rows)
+        ),
+        "minima": _section("Minima", _list_minima(fits, comparisons), MINIMA_NOTE),
+        "figures": "\n".join(_draw_figure(chart) for chart in charts),
+        "sizes": _section("Sizes", _list_sizes(fits), SIZES_NOTE),
+        "runs": _section("Runs", _list_runs(runs.rows), ""),
+        "left_out": _section("Left out", _list_left_out(runs), "In no fit and in no figure."),
+        "origin": _table(_list_origin(runs, command, when)),
+    }
+    text = TEMPLATE.read_text(encoding="utf-8")
+    # in one pass: what a run is called must not be taken for a place
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], text)
+
+
+MINIMA_NOTE = (
+    "The lowest loss of each variant at each budget: of a parabola in log(parameters) where it is "
+    "bracketed, else of the best size tried, which says less. Differences are to the dense minimum "
+    "of the same budget; negative is better. Parity is the cheapest size that reaches the dense "
+    "minimum. Spread is the standard deviation over seeds at the best size."
+)
+SIZES_NOTE = (
+    "Means over seeds. Where a size was run by several recipes, that with the lowest mean counts."
+)
+
+
+def summarize(runs: Runs, comparisons: Iterable[Comparison]) -> list[str]:
+    """The page's first sentences: how many runs there are, and how the minima compare."""
+    lines = [f"{len(runs.rows)} finished {'run' if len(runs.rows) == 1 else 'runs'}."]
+    if runs.left_out:
+        lines[0] += f" {len(runs.left_out)} left out."
+    if not runs.rows:
+        lines[0] = (
+            f"No run is finished: there is nothing to compare yet. {len(runs.left_out)} left out."
+        )
+    return [*lines, *(tell_comparison(comparison) for comparison in comparisons)]
+
+
+def tell_comparison(found: Comparison) -> str:
+    """One sentence, with its reservation where a minimum is not bracketed."""
+    fit, side = found.fit, "below" if found.percent < 0 else "above"
+    sentence = (
+        f"At {_tell_flops(fit.budget)} training FLOPs {fit.variant} is {abs(found.percent):.2f} % "
+        f"{side} dense ({fit.loss:.4f} against {found.dense.loss:.4f}), at "
+        f"{100 * found.relative_flops:.0f} % of its forward FLOPs."
+    )
+    if found.is_sound:
+        return sentence
+    open_ends = [
+        f"{each.variant}: {each.note}" for each in (fit, found.dense) if not each.bracketed
+    ]
+    return f"{sentence} Not a comparison of minima: {'; '.join(open_ends)}."
+
+
+def find_warnings(rows: Sequence[Row]) -> list[str]:
+    """What makes the runs of a folder hard to compare."""
+    warnings = []
+    hashes = {(row.provenance.get("data") or {}).get("hash") for row in rows}
+    if len(hashes) > 1:
+        warnings.append(
+            f"These runs were trained on {len(hashes)} different data folders: their losses cannot "
+            f"be compared."
+        )
+    devices = {_name_device(row) for row in rows}
+    if len(devices) > 1:
+        warnings.append(f"Times are from different devices: {', '.join(sorted(devices))}.")
+    return warnings
+
+
+def _list_minima(fits: Sequence[Fit], comparisons: Sequence[Comparison]) -> list[list[str]]:
+    if not fits:
+        return []
+    compared = {(each.fit.budget, each.fit.variant): each for each in comparisons}
+    table = [
+        [
+            *("budget", "variant", "loss", "spread", "seeds", "against dense", "parameters"),
+            *("forward FLOPs", "relative", "at parity", "minimum"),
+        ]
+    ]
+    for fit in fits:
+        found = compared.get((fit.budget, fit.variant))
+        parity = None if found is None else found.parity_flops
+        table.append(
+            [
+                _tell_flops(fit.budget),
+                fit.variant,
+                f"{fit.loss:.4f}",
+                "-" if fit.best.spread is None else f"{fit.best.spread:.4f}",
+                f"{fit.best.num_seeds}",
+                "-" if found is None else f"{found.percent:+.2f} %",
+                format_number(fit.parameters),
+                format_flops(fit.flops_per_token),
+                "-" if found is None else f"{found.relative_flops:.2f}",
+                "-" if parity is None else f"{parity:.2f}",
+                "bracketed" if fit.bracketed else f"not bracketed: {fit.note}",
+            ]
+        )
+    return table
+
+
+def _list_sizes(fits: Sequence[Fit]) -> list[list[str]]:
+    if not fits:
+        return []
+    table = [["budget", "variant", "parameters", "active", "non-embedding", "seeds", "recipes"]]
+    table[0] += ["loss", "spread", "top-k", "forward FLOPs"]
+    for fit in fits:
+        for size in fit.sizes:
+            count = size.rows[0].parameters
+            table.append(
+                [
+                    _tell_flops(fit.budget),
+                    fit.variant,
+                    *map(format_number, (count.total, count.active, count.total_non_embedding)),
+                    ", ".join(str(row.seed) for row in size.rows),
+                    f"{size.num_recipes}",
+                    f"{size.loss:.4f}",
+                    "-" if size.spread is None else f"{size.spread:.4f}",
+                    f"{statistics.fmean(row.loss for row in size.rows):.4f}",
+                    format_flops(size.flops_per_token),
+                ]
+            )
+    return table
+
+
+def _list_runs(rows: Sequence[Row]) -> list[list[str]]:
+    table = [["run", "variant", "budget", "spent", "parameters", "FLOPs a token", "top-k"]]
+    table[0] += ["causal", "seed", "time", "tokens/s"]
+    for row in rows:
+        table.append(
+            [
+                row.name,
+                row.variant,
+                _tell_flops(row.budget),
+                f"{row.flops:.3e}",
+                format_number(row.parameters.total),
+                format_flops(row.flops_per_token),
+                f"{row.loss:.4f}",
+                "-" if row.loss_causal is None else f"{row.loss_causal:.4f}",
+                f"{row.seed}",
+                "-" if row.seconds is None else _tell_seconds(row.seconds),
+                "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+            ]
+        )
+    return table if rows else []
+
+
+def _list_left_out(runs: Runs) -> list[list[str]]:
+    if not runs.left_out:
+        return []
+    return [["run", "state", "reason"], *(list(run) for run in runs.left_out)]
+
+
+def _list_origin(runs: Runs, command: str, when: str) -> list[list[str]]:
+    """Where the page and its runs come from."""
+    rows = runs.rows
+    versions = {f"python {platform.python_version()}"}
+    for name in ("depthmix", "numpy", "matplotlib"):
+        with suppress(metadata.PackageNotFoundError):
+            versions.add(f"{name} {metadata.version(name)}")
+    trained = {
+        f"{name} {version}"
+        for row in rows
+        for name, version in (row.provenance.get("versions") or {}).items()
+    }
+    commits = {str((row.provenance.get("git") or {}).get("commit", "")) for row in rows}
+    told = {
+        "command": command,
+        "made": when or datetime.now(UTC).isoformat(timespec="seconds"),
+        "by": ", ".join(sorted(versions)),
+        "runs trained by": ", ".join(sorted(trained)),
+        "on": ", ".join(sorted({_name_device(row) for row in rows})),
+        "at commit": ", ".join(sorted(commits - {""})),
+        "run folders": f"{runs.folder}: "
+        + ", ".join([row.name for row in rows] + [run.name for run in runs.left_out]),
+    }
+    return [["", ""], *([name, value] for name, value in told.items() if value)]
+
+
+def _section(title: str, table: list[list[str]], note: str) -> str:
+    if not table:
+        return ""
+    told = f"<p>{escape(note)}</p>" if note else ""
+    return f"<section><h2>{escape(title)}</h2>{told}{_table(table)}</section>"
+
+
+def _table(table: list[list[str]]) -> str:
+    """The first line is the head; columns of numbers stand to the right."""
+    columns = list(zip(*table[1:], strict=True))
+    marks = [' class="number"' if all(map(_is_number, column)) else "" for column in columns]
+    lines = []
+    for line, tag in ((line, "td" if i else "th") for i, line in enumerate(table)):
+        cells = (f"<{tag}{m}>{escape(c)}</{tag}>" for c, m in zip(line, marks, strict=True))
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    head = f"<thead>{lines[0]}</thead>" if any(table[0]) else ""
+    return f'<div class="wide"><table>{head}<tbody>{"".join(lines[1:])}</tbody></table></div>'
+
+
+def _is_number(cell: str) -> bool:
+    return cell == "-" or re.fullmatch(r"[-+]?\d[\d.,e+-]*( [A-Za-z%]+)?", cell) is not None
+
+
+def _draw_figure(chart: Chart) -> str:
+    return (
+        f'<figure id="{chart.key}"><h2>{escape(chart.title)}</h2>{draw_chart(chart)}'
+        f"<figcaption>{escape(chart.caption)}</figcaption></figure>"
+    )
+
+
+def _name_device(row: Row) -> str:
+    device = row.provenance.get("device") or {}
+    return str(device.get("name") or device.get("kind") or "an unknown device")
+
+
+def _tell_flops(value: float) -> str:
+    return f"{value:.3g}".replace("e+0", "e").replace("e+", "e")
+
+
+def _tell_seconds(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.2f} h"

@@ -1,0 +1,47 @@
+"""`depthmix report`: what it prints, what it writes, what it refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from depthmix.cli import main
+from synthetic_runs import DENSE, MOD, Bowl, count_parameters, write_bowl, write_run
+
+
+def test_a_report_is_written_and_summed_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    center = count_parameters({**DENSE, "width": 64})
+    write_bowl(tmp_path / "runs", "dense", DENSE, Bowl(center, 4.0))
+    write_bowl(tmp_path / "runs", "mod", MOD, Bowl(center, 3.9), routed=True)
+    write_run(tmp_path / "runs/half", DENSE, 3.0, state="interrupted", reason="Ctrl-C")
+    out = tmp_path / "my report"
+    assert main(["report", str(tmp_path / "runs"), "--out", str(out)]) == 0
+    printed, errors = capsys.readouterr()
+    assert errors == ""
+    lines = printed.splitlines()
+    assert lines[0] == "10 finished runs. 1 left out."
+    assert lines[1].startswith("At 1e12 training FLOPs mod is 2.50 % below dense")
+    assert lines[2] == "left out: half (interrupted): ended at step 100 of 100: Ctrl-C"
+    assert lines[-1] == f"page: {out / 'report.html'}"
+    page = (out / "report.html").read_text()
+    assert f"depthmix report {tmp_path / 'runs'} --out &#x27;{out}&#x27;" in page
+    assert (out / "isoflop.png").exists()
+    # again, over the old one
+    assert main(["report", str(tmp_path / "runs"), "--out", str(out)]) == 0
+
+
+def test_an_empty_folder_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert main(["report", str(folder)]) == 2
+        printed, errors = capsys.readouterr()
+        assert printed == ""
+        assert errors == (f"depthmix: there is no run in '{folder}': 'depthmix train' makes one\n")
+    assert list(tmp_path.iterdir()) == [], "and nothing is written"
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--help"]) == 0
+    assert "depthmix report runs/isoflop" in capsys.readouterr().out

@@ -1,0 +1,146 @@
+"""Runs become rows by what they are; what cannot be compared is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from depthmix import flops
+from depthmix.report.load import count_seconds, group_budgets, load_runs, name_kind
+from synthetic_runs import BASE, DENSE, MOD, WIDTHS, Bowl, write_bowl, write_run
+
+MOE: dict[str, Any] = {"experts.strategy": "expert_choice", "experts.num_experts": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "mod": MOD,
+    "mod causal": {"routing.strategy": "causal"},
+    "stochastic": {"routing.strategy": "stochastic"},
+    "token_choice": {"routing.strategy": "token_choice"},
+    "early_exit": {"routing.strategy": "early_exit", "routing.every": 1},
+    "moe": MOE,
+    "mode staged": {**MOE, **MOD},
+    "mode integrated": {**MOE, "experts.num_noop": 1},
+    "stochastic moe": {**MOE, "routing.strategy": "stochastic"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_follows_from_the_configuration(kind: str) -> None:
+    assert name_kind(BASE.override(KINDS[kind])) == kind
+
+
+def test_a_run_is_read_in_full(tmp_path: Path) -> None:
+    write_run(tmp_path / "a" / "one", MOD, 3.5, causal=3.6, recipe={"seed": 7})
+    runs = load_runs(tmp_path)
+    assert runs.left_out == []
+    (row,) = runs.rows
+    model = BASE.override(MOD)
+    assert (row.name, row.kind, row.variant, row.seed) == ("a/one", "mod", "mod", 7)
+    assert row.budget == 1e12
+    assert row.flops == 100 * flops.training_flops(model, batch_size=16)
+    assert row.parameters == flops.num_parameters(model)
+    assert row.flops_per_token == flops.flops_per_token(model)
+    assert (row.loss, row.loss_causal, row.judged) == (3.5, 3.6, 3.6)
+    assert (row.capacity, row.every) == (0.125, 2)
+    # the first fifty steps have no time of their own
+    assert row.seconds == 50.0
+    assert row.tokens_per_second == 2 * 16 * 64
+    # its router was not taught to decide
+    (head,) = row.heads
+    assert head.name == "predictor"
+    assert head.precision == ((0.5, pytest.approx(0.65)), (1.0, pytest.approx(0.9)))
+    assert head.recall == ((0.5, pytest.approx(0.5)), (1.0, pytest.approx(0.7)))
+
+
+def test_a_dense_run_has_one_loss(tmp_path: Path) -> None:
+    write_run(tmp_path / "one", DENSE, 3.5)
+    (row,) = load_runs(tmp_path).rows
+    assert (row.loss, row.loss_causal, row.judged) == (3.5, None, 3.5)
+    assert (row.capacity, row.every, row.heads) == (None, None, ())
+    # a run that is named itself
+    (row,) = load_runs(tmp_path / "one").rows
+    assert row.name == "one"
+
+
+def test_a_taught_router_is_shown(tmp_path: Path) -> None:
+    write_run(tmp_path / "one", {**MOD, "routing.aux_loss_weight": 0.01}, 3.5, causal=3.6)
+    (row,) = load_runs(tmp_path).rows
+    assert [head.name for head in row.heads] == ["predictor", "router"]
+
+
+def test_budgets_within_two_per_cent_are_one() -> None:
+    groups = group_budgets([1e15, 1.019e15, 1.03e15, 4e15, 1.005e15])
+    assert groups[1e15] == groups[1.005e15] == groups[1.019e15] == 1.005e15
+    assert groups[1.03e15] == 1.03e15
+    assert groups[4e15] == 4e15
+    assert group_budgets([]) == {}
+
+
+def test_without_a_budget_what_was_spent_counts(tmp_path: Path) -> None:
+    write_run(tmp_path / "one", DENSE, 3.5, budget=None)
+    (row,) = load_runs(tmp_path).rows
+    assert row.budget == row.flops == 100 * flops.training_flops(BASE, batch_size=16)
+    # no line of training metrics: the steps tell
+    records = (tmp_path / "one/metrics.jsonl").read_text().splitlines()
+    kept = [line for line in records if json.loads(line)["kind"] != "train"]
+    (tmp_path / "one/metrics.jsonl").write_text("\n".join(kept) + "\n")
+    (again,) = load_runs(tmp_path).rows
+    assert again.flops == row.flops
+    assert (again.seconds, again.tokens_per_second) == (None, None)
+
+
+def test_settings_tell_variants_of_one_kind_apart(tmp_path: Path) -> None:
+    write_bowl(tmp_path, "dense", DENSE, Bowl(1e5, 3.7), widths=WIDTHS[:2])
+    for capacity, every in ((0.125, 2), (0.5, 2), (0.125, 1)):
+        fields = {**MOD, "routing.capacity": capacity, "routing.every": every}
+        write_run(tmp_path / f"m{capacity}-{every}", fields, 3.5)
+    write_run(tmp_path / "gated", {**MOD, "routing.gate": "unit", "width": 32}, 3.5)
+    # a dense model's capacity does nothing
+    write_run(tmp_path / "left-over", {**DENSE, "routing.capacity": 0.3}, 3.5)
+    variants = {row.name: row.variant for row in load_runs(tmp_path).rows}
+    assert variants == {
+        "dense-32-s0": "dense",
+        "dense-48-s0": "dense",
+        "left-over": "dense",
+        "m0.125-2": "mod 0.125 every 2 routing.gate=raw",
+        "m0.5-2": "mod 0.5 every 2 routing.gate=raw",
+        "m0.125-1": "mod 0.125 every 1 routing.gate=raw",
+        "gated": "mod 0.125 every 2 routing.gate=unit",
+    }
+
+
+def test_what_is_not_finished_is_named_with_its_reason(tmp_path: Path) -> None:
+    write_run(tmp_path / "good", DENSE, 3.5)
+    write_run(tmp_path / "stopped", DENSE, 3.5, state="running")
+    write_run(tmp_path / "failed", DENSE, 3.5, state="failed", reason="training diverged")
+    write_run(tmp_path / "unseen", DENSE, None)
+    write_run(tmp_path / "torn", DENSE, 3.5)
+    (tmp_path / "torn/config.toml").write_text("[model")
+    write_run(tmp_path / "odd", DENSE, 3.5)
+    text = (tmp_path / "odd/config.toml").read_text()
+    (tmp_path / "odd/config.toml").write_text(text.replace("batch_size", "bach_size"))
+    runs = load_runs(tmp_path)
+    assert [row.name for row in runs.rows] == ["good"]
+    told = {run.name: (run.state, run.reason) for run in runs.left_out}
+    assert told.keys() == {"stopped", "failed", "unseen", "torn", "odd"}
+    assert told["stopped"] == ("stopped", "ended at step 100 of 100")
+    assert told["failed"] == ("failed", "ended at step 100 of 100: training diverged")
+    assert told["unseen"][0] == "finished"
+    assert "no validation loss" in told["unseen"][1]
+    assert told["torn"][0] == told["odd"][0] == "broken"
+    assert "config.toml' is damaged" in told["torn"][1]
+    assert "bach_size" in told["odd"][1]
+
+
+def test_an_empty_folder_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no run in .*: 'depthmix train' makes one"):
+        load_runs(tmp_path)
+
+
+def test_seconds_are_those_of_steps() -> None:
+    assert count_seconds([]) is None
+    records = [{"step": 10, "seconds_per_step": 2.0}, {"step": 40, "seconds_per_step": 1.0}]
+    assert count_seconds(records) == 50.0
+    assert count_seconds([{"step": 10, "seconds_per_step": None}, *records[1:]]) == 40.0
+    assert count_seconds([{"step": 10}]) is None

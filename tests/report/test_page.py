@@ -1,0 +1,135 @@
+"""The page holds every run, needs nothing from outside, and says what it does not know."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from depthmix.report.page import write_report
+from synthetic_runs import DENSE, MOD, Bowl, count_parameters, write_bowl, write_run
+
+CENTER = count_parameters({**DENSE, "width": 64}) * 1.1
+# elements that have no end
+VOID = {"meta", "br", "link", "img"}
+
+
+class Reader(HTMLParser):
+    """Checks that elements close in order, and keeps what they hold."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.words: list[str] = []
+        self.cells: list[str] = []
+        self.links: list[str | None] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "td":
+            self.cells.append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+        if self.open and self.open[-1] == "td":
+            self.cells[-1] += data
+
+
+def read_page(path: Path) -> tuple[str, Reader]:
+    text = path.read_text(encoding="utf-8")
+    return text, Reader(text)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_bowl(tmp_path / "runs", "dense", DENSE, Bowl(CENTER, 4.0), seeds=(0, 1, 2), noise=0.01)
+    write_bowl(tmp_path / "runs", "mod", MOD, Bowl(CENTER, 3.9), routed=True)
+    return tmp_path / "runs"
+
+
+def test_a_page_with_everything(folder: Path) -> None:
+    write_run(folder / "half", DENSE, 3.0, state="interrupted", reason="Ctrl-C")
+    report = write_report(folder, command="depthmix report 'my runs'")
+    assert report.page == folder / "report" / "report.html"
+    text, page = read_page(report.page)
+    names = {path.name for path in folder.iterdir()} - {"report"}
+    assert len(names) == 21
+    assert names <= set(page.cells), "every run has its line"
+    # and every finished one a point to hover over
+    assert all(f"<title>{name}\n" in text for name in names - {"half"})
+    assert {image.name for image in report.images} == {
+        *("isoflop.png", "relative-flops.png", "time.png", "causal.png", "heads.png")
+    }
+    assert all(image.exists() for image in report.images)
+    assert page.tags.count("figure") == len(report.images)
+    words = "".join(page.words).replace("\xa0", " ")
+    assert "mod is 2.50 % below dense (3.9000 against 4.0000)" in words
+    assert "20 finished runs. 1 left out." in words
+    assert "ended at step 100 of 100: Ctrl-C" in page.cells
+    assert "depthmix report 'my runs'" in page.cells
+    assert "-2.50 %" in page.cells
+    assert "0.0100" in page.cells, "the spread over seeds"
+    assert "depthmix 0.1.0, torch 2.13.0" in page.cells
+    assert "bracketed" in page.cells
+
+
+def test_a_page_asks_nobody(folder: Path) -> None:
+    text, page = read_page(write_report(folder).page)
+    assert page.links == []
+    assert "://" not in text
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "default-src 'none'" in text
+    assert not re.search(r"\{\{\w+\}\}", text), "every place is filled"
+
+
+def test_what_is_not_bracketed_is_no_comparison(tmp_path: Path) -> None:
+    write_bowl(tmp_path, "dense", DENSE, Bowl(CENTER, 4.0))
+    write_bowl(tmp_path, "mod", MOD, Bowl(9e9, 3.0), routed=True)
+    text, page = read_page(write_report(tmp_path).page)
+    assert "not bracketed: the minimum lies beyond the largest size" in page.cells
+    assert "Not a comparison of minima: mod: the minimum lies beyond the largest size." in text
+
+
+def test_nothing_finished_is_a_page_too(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", DENSE, 3.0, state="failed", reason="no room on the disk")
+    report = write_report(tmp_path, tmp_path / "elsewhere" / "deep")
+    assert report.page == tmp_path / "elsewhere" / "deep" / "report.html"
+    assert report.images == []
+    text, page = read_page(report.page)
+    assert "No run is finished: there is nothing to compare yet. 1 left out." in text
+    assert "ended at step 100 of 100: no room on the disk" in page.cells
+
+
+def test_names_are_escaped_and_never_filled_in(tmp_path: Path) -> None:
+    names = ("<script>alert(1)<", "{{runs}}", "a&b\"c'")
+    for seed, name in enumerate(names):
+        write_run(tmp_path / name, DENSE, 3.0 + seed, recipe={"seed": seed})
+    text, page = read_page(write_report(tmp_path).page)
+    assert set(names) <= set(page.cells)
+    assert text.count("<script") == 1, "ours"
+
+
+def test_what_cannot_be_compared_is_warned_of(folder: Path) -> None:
+    assert 'class="warning"' not in read_page(write_report(folder).page)[0]
+    write_run(folder / "other", DENSE, 3.0, data="other")
+    text, _ = read_page(write_report(folder).page)
+    assert "These runs were trained on 2 different data folders" in text
+
+
+def test_a_file_in_the_way_is_told(folder: Path) -> None:
+    (folder / "report").write_text("")
+    with pytest.raises(ValueError, match="is a file: choose another --out"):
+        write_report(folder)
