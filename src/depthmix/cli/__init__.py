@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli import models, sampling, scaling, training
+from depthmix.cli import models, sampling, scaling, sweeping, training
 from depthmix.cli.arguments import app
 
-__all__ = ["app", "main", "models", "sampling", "scaling", "training"]
+__all__ = ["app", "main", "models", "sampling", "scaling", "sweeping", "training"]
 
 # click's base of every usage error; typer has moved it, this way to it has stayed
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
