@@ -147,7 +147,7 @@ def print_plan(
     standings: Mapping[str, "Standing"],
     console: "Console",
     *,
-    speed: float | None,
+    speed: int | float | None,
     num_jobs: int,
 ) -> None:
     """A row for each run, and under them what all will take; `speed` is of all jobs together."""
@@ -181,7 +181,7 @@ def print_plan(
         console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
 
 
-def format_duration(seconds: float) -> str:
+def format_duration(seconds: int | float) -> str:
     """Seconds, minutes or hours, the coarser the longer: `45 s`, `12 min`, `3.5 h`."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
@@ -190,7 +190,7 @@ def format_duration(seconds: float) -> str:
 
 @contextmanager
 def show_bar(
-    console: "Console", total_flops: float, num_left: int
+    console: "Console", total_flops: int | float, num_left: int
 ) -> "Iterator[Callable[[Progress], None]]":
     """One bar for all runs, by FLOPs, and a line for each run that ended; gives where to report."""
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn

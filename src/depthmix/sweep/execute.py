@@ -34,7 +34,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Progress(NamedTuple):
     """How far a sweep is."""
 
-    done_flops: float
+    done_flops: int | float
     running: tuple[str, ...]
     finished: tuple[str, ...]
     """Runs that this sweep brought to their end."""

@@ -229,7 +229,7 @@ def _refuse_unknown(tree: Mapping[str, Any], known: Sequence[str], what: str) ->
             raise ValueError(f"{what} has no '{name}'.{hint}")
 
 
-def format_budget(budget: float) -> str:
+def format_budget(budget: int | float) -> str:
     """FLOPs as a folder is named: `1e15`, `1.6e16`."""
     digits, _, power = f"{budget:.9e}".partition("e")
     return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
