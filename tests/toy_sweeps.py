@@ -59,13 +59,19 @@ try:
     steps = count_steps(config)
     status = {"num_steps": steps, "loss": 1.0}
     run.append_metrics({"step": 1, "kind": "train", "flops": 1000})
-    (root / "began").touch()
+    (path / "leads").write_text(str(os.getsid(0) == os.getpid()))
     if order == "break":
         print("ValueError: broken")
         sys.exit(1)
-    while order in ("wait", "ignore") and not (received and order == "wait"):
-        time.sleep(0.01)
+    if order in ("wait", "ignore"):
+        (root / "waiting").touch()
+        # not for ever: a broken sweep must not leave it behind
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not (received and order == "wait"):
+            time.sleep(0.01)
     if received:
+        # as long as saving takes: a second signal in this time would stop it
+        time.sleep(0.2)
         (path / "received").write_text(json.dumps(received))
         run.write_status("interrupted", step=1, **status)
         sys.exit(130)

@@ -81,11 +81,11 @@ def test_a_failure_is_tried_once_more(fake: Fake, runs: list[PlannedRun]) -> Non
 
 
 def interrupt(fake: Fake, *numbers: int) -> Callable[[Progress], None]:
-    """Sends signals to this process, one each time that it reports once a run has begun."""
+    """Sends signals to this process, one for each report once a run waits."""
     left = list(numbers)
 
     def report(progress: Progress) -> None:
-        if left and (fake.root / "began").exists():
+        if left and (fake.root / "waiting").exists():
             os.kill(os.getpid(), left.pop(0))
 
     return report
@@ -101,10 +101,19 @@ def test_a_signal_lets_runs_save(
     assert signal.getsignal(number) is before
     received = json.loads((fake.out / runs[0].folder / "received").read_text())
     assert received == [number]
+    # a terminal's own Ctrl-C must not come beside ours
+    assert (fake.out / runs[0].folder / "leads").read_text() == "True"
     assert len(fake.read_calls()) == 1
     summary = execute(fake, runs)
     assert summary.finished == tuple(run.name for run in runs)
     assert fake.read_calls()[1][1] == ["--resume", str(fake.out / runs[0].folder)]
+
+
+def test_what_is_interrupted_has_not_failed(fake: Fake, runs: list[PlannedRun]) -> None:
+    fake.order({runs[0].folder: ["break", "wait"]})
+    summary = execute(fake, runs[:1], interrupt(fake, signal.SIGINT))
+    assert summary == ((), {}, signal.SIGINT)
+    assert len(fake.read_calls()) == 2
 
 
 def test_a_second_ctrl_c_kills(fake: Fake, runs: list[PlannedRun]) -> None:
@@ -126,7 +135,7 @@ def test_an_error_of_the_sweep_leaves_nothing_behind(
     fake.order({runs[0].folder: [order]})
 
     def fail(progress: Progress) -> None:
-        if (fake.root / "began").exists():
+        if (fake.root / "waiting").exists():
             raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
