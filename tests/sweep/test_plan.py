@@ -65,6 +65,12 @@ def test_all_problems_are_told_at_once(tree: dict[str, Any]) -> None:
     assert len(lines) == 2
 
 
+def test_a_plan_without_runs_is_refused(tree: dict[str, Any]) -> None:
+    tree["sizes"] = [{"width": 32, "variants": []}]
+    with pytest.raises(ValueError, match="there is nothing to run"):
+        expand_plan(read_plan(tree))
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

@@ -68,6 +68,8 @@ def expand_plan(
             found.append(run)
     if problems:
         raise ValueError(_say_problems(problems))
+    if not found:
+        raise ValueError("no size of this plan is for any of its variants: there is nothing to run")
     return found
 
 
