@@ -130,7 +130,9 @@ def test_how_to_go_on(
     options = list_options(plan, data, fake.out)
     assert main(options) == code
     told = "stopped with 1 of 2 runs finished; go on with: depthmix sweep"
-    assert told in capsys.readouterr().err
+    printed, errors = capsys.readouterr()
+    assert told in errors
+    assert re.search(r"^stopped .* of 398 MFLOP", printed, re.MULTILINE)
     assert main([*options, "--dry-run"]) == 0
     assert re.search(r"mod/w16-l2-s0 .* to resume", capsys.readouterr().out)
 

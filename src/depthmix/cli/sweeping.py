@@ -217,8 +217,8 @@ def show_bar(
             for name in [name for name in ended if name not in told]:
                 told.add(name)
                 say(bar.console, f"{ended[name]}: {name} ({len(told)} of {num_left})")
-            verb = "stopping" if progress.stopping else "training"
-            running = f"{verb} {len(progress.running)}" if progress.running else "done"
+            verb, end = ("stopping", "stopped") if progress.stopping else ("training", "done")
+            running = f"{verb} {len(progress.running)}" if progress.running else end
             if task is None:
                 # what was done before must not count as speed
                 done = int(progress.done_flops)
