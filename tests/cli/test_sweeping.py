@@ -4,13 +4,14 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from depthmix.cli import main, sweeping
 from depthmix.cli.sweeping import format_duration
 from depthmix.runs import list_runs
-from depthmix.sweep import execute
+from depthmix.sweep import cluster, execute
 from tiny_runs import write_data
 from toy_sweeps import Fake
 
@@ -95,7 +96,7 @@ def test_failures_are_named_and_tried_again(
     assert f"mod/w16-l2-s0 failed; {log} ends with:" in printed
     assert "  depthmix: no room on the disk" in printed
     assert "depthmix: 1 of 2 runs failed twice; try them again with: depthmix sweep" in errors
-    assert f"--data {data} --jobs 1 --device cpu" in errors
+    assert f"--data {data} --device cpu" in errors
     assert "all 2 runs" not in printed
     assert main(options) == 0
     printed, errors = capsys.readouterr()
@@ -187,6 +188,29 @@ def test_mistakes_are_one_sentence(
     assert printed == ""
     assert sentence in errors
     assert len(errors.splitlines()) == 1
+
+
+def test_runs_are_handed_to_slurm(
+    plan: Path,
+    data: Path,
+    fake: Fake,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    handed: list[dict[str, Any]] = []
+
+    def submit(*args: Any, **options: Any) -> list[str]:
+        handed.append(options)
+        return ["7_0", "7_1"]
+
+    monkeypatch.setattr(cluster, "submit_runs", submit)
+    options = [*list_options(plan, data, fake.out), "--slurm", "timeout_min=600"]
+    assert main([*options, "--slurm", "slurm_partition=long", "--device", "cuda"]) == 0
+    parameters = {"timeout_min": 600, "slurm_partition": "long"}
+    expected = {"num_jobs": None, "data": data, "device": "cuda", "parameters": parameters}
+    assert handed == [expected]
+    assert "handed over 2 jobs, 7_0 to 7_1" in capsys.readouterr().out
+    assert not (fake.root / "calls").exists()
 
 
 def test_durations() -> None:

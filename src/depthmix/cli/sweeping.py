@@ -44,12 +44,22 @@ def sweep(
         Path | None,
         typer.Option(help="A folder made by 'prepare'; Python's standard library if empty."),
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Runs at once, on the same device.")] = 1,
+    jobs: Annotated[
+        int | None, typer.Option(help="Runs at once: 1 on this machine if empty, all with --slurm.")
+    ] = None,
     tflops: Annotated[
         float | None,
         typer.Option(help="TFLOP/s of all jobs together, to tell the time; measured if empty."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    slurm: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Hand the runs to SLURM, with a parameter of submitit, such as timeout_min=600; "
+            "may be repeated. Needs the extra 'slurm'.",
+            metavar="NAME=VALUE",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, start nothing.")] = (
         False
     ),
@@ -72,7 +82,7 @@ def sweep(
         raise ValueError(f"name one plan: {', '.join(plan_names())}, or a .toml file")
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device {device} is neither cpu nor cuda")
-    if jobs < 1:
+    if jobs is not None and jobs < 1:
         raise ValueError(f"--jobs {jobs} must be at least 1")
     if tflops is not None and not 0 < tflops < float("inf"):
         raise ValueError(f"--tflops {tflops} must be greater than 0")
@@ -87,8 +97,8 @@ def sweep(
 
     console = Console()
     measured = measure_speed(runs, folder)
-    speed = tflops * 1e12 if tflops else measured and measured * jobs
-    print_plan(plan.description, runs, standings, console, speed=speed, num_jobs=jobs)
+    speed = tflops * 1e12 if tflops else measured and measured * (jobs or 1)
+    print_plan(plan.description, runs, standings, console, speed=speed, num_jobs=jobs or 1)
     if dry_run:
         return
     num_left = sum(standing.todo != "nothing" for standing in standings.values())
@@ -98,17 +108,33 @@ def sweep(
         return
     if corpus is None:
         prepare_once(console)
-    executor = Executor(runs, standings, folder, num_jobs=jobs, data=corpus, device=device)
+    options: dict[str, Any] = {"data": corpus, "device": device}
+    if slurm:
+        from depthmix.sweep.cluster import submit_runs
+
+        parameters = parse_parameters(slurm)
+        ids = submit_runs(runs, standings, folder, num_jobs=jobs, parameters=parameters, **options)
+        say(console, f"handed over {len(ids)} jobs, {ids[0]} to {ids[-1]}; {look}")
+        return
+    executor = Executor(runs, standings, folder, num_jobs=jobs or 1, **options)
     with show_bar(console, sum(run.flops for run in runs), num_left) as report:
         summary = executor.run(report)
-    options = {"--size": size, "--out": out, "--data": data, "--jobs": jobs, "--device": device}
-    given = [text for name, value in options.items() if value for text in (name, str(value))]
+    named = {"--size": size, "--out": out, "--data": data, "--jobs": jobs, "--device": device}
+    given = [text for name, value in named.items() if value for text in (name, str(value))]
     again = shlex.join(["depthmix", "sweep", *(arguments or []), *given])
     mixed = find_mixed_data(runs, folder)
     if mixed:
         say(console, mixed)
     end_sweep(summary, folder, num_left, again, console)
     say(console, f"all {len(runs)} runs are finished; {look}")
+
+
+def parse_parameters(texts: Sequence[str]) -> dict[str, int | str]:
+    """`timeout_min=600` as submitit takes it: whole numbers as such, all else as text."""
+    from depthmix.fields import parse_override
+
+    pairs = map(parse_override, texts)
+    return {name: int(value) if value.isdecimal() else value for name, value in pairs}
 
 
 def find_vocab_size(data: Path | None) -> int:
