@@ -11,10 +11,20 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli import models, reporting, sampling, scaling, seeing, training
+from depthmix.cli import models, reporting, sampling, scaling, seeing, sweeping, training
 from depthmix.cli.arguments import app
 
-__all__ = ["app", "main", "models", "reporting", "sampling", "scaling", "seeing", "training"]
+__all__ = [
+    "app",
+    "main",
+    "models",
+    "reporting",
+    "sampling",
+    "scaling",
+    "seeing",
+    "sweeping",
+    "training",
+]
 
 # click's base of every usage error; typer has moved it, this way to it has stayed
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]

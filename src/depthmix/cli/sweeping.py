@@ -1,0 +1,280 @@
+"""The verb about many runs: a table of what is planned, a bar, and how it ended."""
+
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from depthmix.cli.arguments import FIELDS_ALLOWED, RunFieldsCommand, app, split_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from depthmix.sweep.execute import Progress, Summary
+    from depthmix.sweep.folders import Standing
+    from depthmix.sweep.plan import PlannedRun
+
+STATES = {"start": "new", "resume": "to resume", "nothing": "finished"}
+
+
+@app.command(cls=RunFieldsCommand, context_settings=FIELDS_ALLOWED)
+def sweep(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PLAN|FIELD=VALUE",
+            help="A plan of the package or a .toml file, and fields to change in all its runs.",
+            show_default=False,
+        ),
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(help="A size of the plan, smoke or gpu; smoke if empty.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for all runs; runs/PLAN-SIZE if empty.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A folder made by 'prepare'; Python's standard library if empty."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Runs at once: 1 on this machine if empty, all with --slurm.")
+    ] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option(help="TFLOP/s of all jobs together, to tell the time; measured if empty."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    slurm: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Hand the runs to SLURM, with a parameter of submitit, such as timeout_min=600; "
+            "may be repeated. Needs the extra 'slurm'.",
+            metavar="NAME=VALUE",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, start nothing.")] = (
+        False
+    ),
+) -> None:
+    """Train all runs of a plan, and go on where it stopped.
+
+    Ctrl-C saves and stops every run; the same command goes on. Finished runs are kept.
+
+    \b
+    For example:
+      depthmix sweep isoflop --dry-run
+      depthmix sweep isoflop --size gpu --data data --out runs/isoflop --jobs 4
+    """
+    from depthmix.sweep.execute import Executor
+    from depthmix.sweep.folders import find_mixed_data, look_at_runs, measure_speed
+    from depthmix.sweep.plan import expand_plan, load_plan, plan_names
+
+    names, overrides = split_arguments(arguments or [], train=True)
+    if len(names) != 1:
+        raise ValueError(f"name one plan: {', '.join(plan_names())}, or a .toml file")
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"--device {device} is neither cpu nor cuda")
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"--jobs {jobs} must be at least 1")
+    if tflops is not None and not 0 < tflops < float("inf"):
+        raise ValueError(f"--tflops {tflops} must be greater than 0")
+    plan = load_plan(names[0], size)
+    corpus = data or (Path(plan.data) if plan.data else None)
+    vocab_size = find_vocab_size(corpus)
+    runs = expand_plan(plan, overrides, vocab_size=vocab_size)
+    check_vocabulary(runs, vocab_size)
+    folder = out or Path("runs", "-".join(filter(None, (plan.name, plan.scale))))
+    standings = look_at_runs(runs, folder)
+    from rich.console import Console
+
+    console = Console()
+    measured = measure_speed(runs, folder)
+    speed = tflops * 1e12 if tflops else measured and measured * (jobs or 1)
+    print_plan(plan.description, runs, standings, console, speed=speed, num_jobs=jobs or 1)
+    if dry_run:
+        return
+    num_left = sum(standing.todo != "nothing" for standing in standings.values())
+    look = f"look at them with: depthmix runs {shlex.quote(str(folder))}"
+    if not num_left:
+        say(console, f"all {len(runs)} runs are finished: there is nothing left to do; {look}")
+        return
+    if corpus is None:
+        prepare_once(console)
+    options: dict[str, Any] = {"data": corpus, "device": device}
+    if slurm:
+        from depthmix.sweep.cluster import submit_runs
+
+        parameters = parse_parameters(slurm)
+        ids = submit_runs(runs, standings, folder, num_jobs=jobs, parameters=parameters, **options)
+        say(console, f"handed over {len(ids)} jobs, {ids[0]} to {ids[-1]}; {look}")
+        return
+    executor = Executor(runs, standings, folder, num_jobs=jobs or 1, **options)
+    with show_bar(console, sum(run.flops for run in runs), num_left) as report:
+        summary = executor.run(report)
+    named = {"--size": size, "--out": out, "--data": data, "--jobs": jobs, "--device": device}
+    given = [text for name, value in named.items() if value for text in (name, str(value))]
+    again = shlex.join(["depthmix", "sweep", *(arguments or []), *given])
+    mixed = find_mixed_data(runs, folder)
+    if mixed:
+        say(console, mixed)
+    end_sweep(summary, folder, num_left, again, console)
+    say(console, f"all {len(runs)} runs are finished; {look}")
+
+
+def parse_parameters(texts: Sequence[str]) -> dict[str, int | str]:
+    """`timeout_min=600` as submitit takes it: whole numbers as such, all else as text."""
+    from depthmix.fields import parse_override
+
+    pairs = map(parse_override, texts)
+    return {name: int(value) if value.isdecimal() else value for name, value in pairs}
+
+
+def find_vocab_size(data: Path | None) -> int:
+    """Ids of a prepared folder, or of the default corpus, which need not be there yet."""
+    if data is None:
+        from depthmix.data.prepare import DEFAULT_VOCAB_SIZE
+
+        return DEFAULT_VOCAB_SIZE
+    from depthmix.data.shards import Corpus
+
+    return Corpus.open(data).vocab_size
+
+
+def check_vocabulary(runs: Sequence["PlannedRun"], vocab_size: int) -> None:
+    """Refuse models that do not know all ids of the data."""
+    for run in runs:
+        if run.config.model.vocab_size < vocab_size:
+            raise ValueError(
+                f"{run.name}: its vocab_size is {run.config.model.vocab_size}, and the data has "
+                f"{vocab_size} ids: take vocab_size away, or make it at least that"
+            )
+
+
+def prepare_once(console: "Console") -> None:
+    """Make the default corpus before runs that start together would each make it."""
+    from depthmix.data.default import prepare_default
+    from depthmix.data.progress import show_progress
+
+    with show_progress(console) as report:
+        prepare_default(progress=report)
+
+
+def print_plan(
+    description: str,
+    runs: Sequence["PlannedRun"],
+    standings: Mapping[str, "Standing"],
+    console: "Console",
+    *,
+    speed: int | float | None,
+    num_jobs: int,
+) -> None:
+    """A row for each run, and under them what all will take; `speed` is of all jobs together."""
+    from rich import box
+    from rich.table import Table
+
+    from depthmix.describe import format_flops, format_number
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
+    table.add_column("run", overflow="fold")
+    for title in ("parameters", "steps", "FLOPs", "time", "state"):
+        table.add_column(title, justify="right")
+    for run in runs:
+        seconds = speed and run.flops / speed * num_jobs
+        table.add_row(
+            run.name,
+            format_number(run.num_parameters),
+            f"{run.num_steps}",
+            f"{run.flops:.2e}".replace("e+0", "e").replace("e+", "e"),
+            format_duration(seconds) if seconds else "-",
+            STATES[standings[run.name].todo],
+        )
+    left = [run for run in runs if standings[run.name].todo != "nothing"]
+    flops = sum(run.flops - standings[run.name].flops for run in left)
+    told = f"{len(runs)} runs, {len(left)} to train, {format_flops(flops)}"
+    if speed and left:
+        told += f", about {format_duration(flops / speed)} at {speed / 1e12:.3g} TFLOP/s"
+    elif left:
+        told += "; the time is known when a run has finished, or from --tflops"
+    for line in filter(None, (description, table, told)):
+        console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
+
+
+def format_duration(seconds: int | float) -> str:
+    """Seconds, minutes or hours, the coarser the longer: `45 s`, `12 min`, `3.5 h`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
+@contextmanager
+def show_bar(
+    console: "Console", total_flops: int | float, num_left: int
+) -> "Iterator[Callable[[Progress], None]]":
+    """One bar for all runs, by FLOPs, and a line for each run that ended; gives where to report."""
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from depthmix.describe import format_flops
+
+    columns: list[Any] = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}% of " + format_flops(total_flops)),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    ]
+    told: set[str] = set()
+    # runs come at different speeds: minutes say more about what is left than seconds
+    with Bar(*columns, console=console, speed_estimate_period=600) as bar:
+        task = None
+
+        def report(progress: "Progress") -> None:
+            nonlocal task
+            ended = {name: "finished" for name in progress.finished}
+            ended |= {name: "failed" for name in progress.failed}
+            for name in [name for name in ended if name not in told]:
+                told.add(name)
+                say(bar.console, f"{ended[name]}: {name} ({len(told)} of {num_left})")
+            verb, end = ("stopping", "stopped") if progress.stopping else ("training", "done")
+            running = f"{verb} {len(progress.running)}" if progress.running else end
+            if task is None:
+                # what was done before must not count as speed
+                done = int(progress.done_flops)
+                task = bar.add_task(running, total=total_flops, completed=done)
+            bar.update(task, completed=progress.done_flops, description=running)
+
+        yield report
+
+
+def end_sweep(
+    summary: "Summary", folder: Path, num_left: int, again: str, console: "Console"
+) -> None:
+    """Say what did not come to its end and how to go on, and leave with its exit code."""
+    from depthmix.sweep.folders import LOG
+
+    for name, lines in summary.failed.items():
+        say(console, f"{name} failed; {folder / name.partition('/')[2] / LOG} ends with:")
+        say(console, "\n".join(f"  {line}" for line in lines))
+    if summary.signal is not None:
+        told = f"stopped with {len(summary.finished)} of {num_left} runs finished"
+        print(f"{told}; go on with: {again}", file=sys.stderr, flush=True)
+        if summary.signal == signal.SIGINT:
+            raise typer.Exit(130)
+        sys.exit(128 + summary.signal)
+    if summary.failed:
+        told = f"{len(summary.failed)} of {num_left} runs failed twice"
+        print(f"depthmix: {told}; try them again with: {again}", file=sys.stderr, flush=True)
+        raise typer.Exit(1)
+
+
+def say(console: "Console", sentence: str) -> None:
+    """Print as it is."""
+    console.print(sentence, highlight=False, markup=False, soft_wrap=True)

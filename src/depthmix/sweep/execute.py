@@ -1,0 +1,234 @@
+"""Planned runs as processes: so many at once, each `depthmix train` in its own folder.
+
+Owns starting, retrying, and stopping them. A run that fails is tried once more and then left; a
+signal is passed on, so that every run saves. Knows nothing of what is trained.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, NamedTuple
+
+from depthmix.sweep.folders import LOG, Standing, is_finished, read_flops, read_log_end
+from depthmix.sweep.plan import PlannedRun
+
+MAX_TRIES = 2
+POLL_SECONDS = 0.5
+
+# for runs to save, where the sweep itself has to end
+GRACE_SECONDS = 60.0
+
+# the command that trains; arguments of a run follow
+TRAIN = (sys.executable, "-m", "depthmix", "train")
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Progress(NamedTuple):
+    """How far a sweep is."""
+
+    done_flops: int | float
+    running: tuple[str, ...]
+    finished: tuple[str, ...]
+    """Runs that this sweep brought to their end."""
+    failed: tuple[str, ...]
+    stopping: bool
+
+
+class Summary(NamedTuple):
+    """How a sweep ended."""
+
+    finished: tuple[str, ...]
+    """Runs that this sweep brought to their end."""
+    failed: dict[str, list[str]]
+    """Name → the last lines of its log."""
+    signal: int | None
+    """What stopped it."""
+
+
+class _Job(NamedTuple):
+    run: PlannedRun
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+
+
+def list_arguments(
+    run: PlannedRun, path: Path, *, resume: bool, data: Path | None, device: str | None
+) -> list[str]:
+    """What `depthmix train` is told for a run."""
+    shared = ["--data", str(data)] if data else []
+    shared += ["--device", device] if device else []
+    if resume:
+        return ["--resume", str(path), *shared]
+    given = [f"{name}={_write_value(value)}" for name, value in run.overrides.items()]
+    return ["--preset", run.preset, "--out", str(path), *shared, *given]
+
+
+def _write_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_write_value, value))}]"
+    # all digits of a number, also of a large one
+    return "none" if value is None else value if isinstance(value, str) else repr(value)
+
+
+class Executor:
+    """Runs that are to be trained, in their order, at most `num_jobs` at once."""
+
+    def __init__(
+        self,
+        runs: Sequence[PlannedRun],
+        standings: Mapping[str, Standing],
+        folder: Path,
+        *,
+        num_jobs: int = 1,
+        data: Path | None = None,
+        device: str | None = None,
+        command: Sequence[str] | None = None,
+    ) -> None:
+        if num_jobs < 1:
+            raise ValueError(f"--jobs {num_jobs} must be at least 1")
+        self.folder, self.num_jobs, self.data, self.device = folder, num_jobs, data, device
+        self.command = tuple(command or TRAIN)
+        self.waiting = [run for run in runs if standings[run.name].todo != "nothing"]
+        self.num_tries = dict.fromkeys((run.name for run in runs), 0)
+        self.flops = {name: float(standing.flops) for name, standing in standings.items()}
+        self.jobs: list[_Job] = []
+        self.finished: list[str] = []
+        self.failed: dict[str, list[str]] = {}
+        self.signals: list[int] = []
+        """What was received; the first is a wish, an interrupt after it kills."""
+        self._has_passed_on = False
+
+    def run(
+        self,
+        report: Callable[[Progress], None] | None = None,
+        poll_seconds: float | None = None,
+    ) -> Summary:
+        """Train until nothing is left, or somebody wants it to stop."""
+        before = {
+            number: signal.signal(number, self._receive)
+            for number in _STOPPING
+            # what is ignored stays so: nohup means that a closed terminal is none of our business
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        try:
+            while self.jobs or (self.waiting and not self.signals):
+                self._pass_on_signals()
+                self._collect_ended()
+                while self.waiting and len(self.jobs) < self.num_jobs and not self.signals:
+                    self._start(self.waiting.pop(0))
+                if report is not None:
+                    report(self._measure())
+                if self.jobs:
+                    time.sleep(POLL_SECONDS if poll_seconds is None else poll_seconds)
+        except BaseException:
+            self._ask_to_end()
+            raise
+        finally:
+            # whatever went wrong here, nothing is left behind
+            self._kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return Summary(tuple(self.finished), self.failed, self.signals[0] if self.signals else None)
+
+    def _start(self, run: PlannedRun) -> None:
+        path = self.folder / run.folder
+        path.mkdir(parents=True, exist_ok=True)
+        resume = (path / "config.toml").exists()
+        told = list_arguments(run, path, resume=resume, data=self.data, device=self.device)
+        self.num_tries[run.name] += 1
+        log = open(path / LOG, "ab")  # noqa: SIM115 (closed when its process has ended)
+        try:
+            log.write(f"$ depthmix train {shlex.join(told)}\n".encode())
+            log.flush()
+            process = subprocess.Popen(
+                [*self.command, *told],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._make_environment(),
+                # a terminal's Ctrl-C must not reach it beside ours: a second one would not save
+                start_new_session=True,
+            )
+        except BaseException:
+            log.close()
+            raise
+        self.jobs.append(_Job(run, process, log))
+
+    def _make_environment(self) -> dict[str, str]:
+        # each would take all cores for itself
+        threads = max(1, (os.cpu_count() or 1) // self.num_jobs)
+        shared = {"OMP_NUM_THREADS": str(threads)} if self.num_jobs > 1 else {}
+        return {**shared, **os.environ}
+
+    def _collect_ended(self) -> None:
+        for job in [job for job in self.jobs if job.process.poll() is not None]:
+            self.jobs.remove(job)
+            job.log.close()
+            run, path = job.run, self.folder / job.run.folder
+            if is_finished(path, run.num_steps):
+                self.finished.append(run.name)
+                self.flops[run.name] = run.flops
+            elif self.signals:
+                self.flops[run.name] = read_flops(path)
+            elif self.num_tries[run.name] < MAX_TRIES:
+                self.waiting.append(run)
+            else:
+                code = job.process.returncode
+                end = f"signal {-code}" if code < 0 else f"exit code {code}"
+                # the line of the command is ours
+                lines = [line for line in read_log_end(path) if not line.startswith("$ depthmix")]
+                self.failed[run.name] = lines or [f"it printed nothing, and ended with {end}"]
+
+    def _measure(self) -> Progress:
+        for job in self.jobs:
+            self.flops[job.run.name] = read_flops(self.folder / job.run.folder)
+        return Progress(
+            done_flops=sum(self.flops.values()),
+            running=tuple(job.run.name for job in self.jobs),
+            finished=tuple(self.finished),
+            failed=tuple(self.failed),
+            stopping=bool(self.signals),
+        )
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.signals.append(number)
+
+    def _pass_on_signals(self) -> None:
+        """The first signal goes to every run; an interrupt after it ends them all."""
+        if signal.SIGINT in self.signals[1:]:
+            self._kill()
+        elif self.signals and not self._has_passed_on:
+            self._has_passed_on = True
+            for job in self.jobs:
+                with suppress(ProcessLookupError):
+                    job.process.send_signal(self.signals[0])
+
+    def _ask_to_end(self) -> None:
+        """Give runs the time to save."""
+        for job in self.jobs:
+            job.process.terminate()
+        last = time.monotonic() + GRACE_SECONDS
+        while any(job.process.poll() is None for job in self.jobs) and time.monotonic() < last:
+            if signal.SIGINT in self.signals:
+                break
+            time.sleep(0.05)
+
+    def _kill(self) -> None:
+        """End what still runs, with whatever it has started itself."""
+        for job in self.jobs:
+            # of one that was waited for, the number may be another's by now
+            if job.process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(job.process.pid, signal.SIGKILL)
+            job.process.wait()
+            job.log.close()

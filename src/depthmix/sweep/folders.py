@@ -1,0 +1,161 @@
+"""What the folders of planned runs say: what is left to do, how far each came, how fast, and why
+one failed.
+
+Reads run folders only; starts nothing.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from depthmix.recipe import RunConfig
+from depthmix.rundir import RunDir
+from depthmix.sweep.plan import PlannedRun
+
+LOG = "log.txt"
+
+# of a log, and of metrics: more than the last lines are long
+_TAIL_BYTES = 2**16
+
+Todo = Literal["start", "resume", "nothing"]
+
+
+class Standing(NamedTuple):
+    """Where a run stands."""
+
+    todo: Todo
+    flops: int | float
+    """Spent on training so far."""
+
+
+def look_at_runs(runs: Sequence[PlannedRun], folder: Path) -> dict[str, Standing]:
+    """Where each run stands, by its name; refuses folders that hold something else."""
+    found, problems = {}, []
+    for run in runs:
+        try:
+            found[run.name] = _look_at_run(run, folder / run.folder)
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+    if len(problems) > 1:
+        head = f"{len(problems)} folders cannot be gone on with, and nothing was started:"
+        raise ValueError("\n  ".join([head, *problems]))
+    if problems:
+        raise ValueError(problems[0])
+    return found
+
+
+def _look_at_run(run: PlannedRun, path: Path) -> Standing:
+    if not (path / "config.toml").exists():
+        RunDir(path).check_free()
+        return Standing("start", 0)
+    opened = RunDir.open(path)
+    try:
+        present = RunConfig.from_dict(opened.read_config())
+    except ValueError as error:
+        raise ValueError(f"'{path}' cannot be read: {error}") from error
+    if present != run.config:
+        names = ", ".join(_list_differences(present, run.config)[:3])
+        raise ValueError(
+            f"'{path}' was trained with other fields ({names}): choose another --out, or remove it"
+        )
+    if is_finished(path, run.num_steps):
+        return Standing("nothing", run.flops)
+    if opened.is_locked():
+        raise ValueError(f"another process is training in '{path}': wait for it to end")
+    return Standing("resume", read_flops(path))
+
+
+def _list_differences(present: RunConfig, planned: RunConfig) -> list[str]:
+    before, after = _flatten(present.to_dict()), _flatten(planned.to_dict())
+    differing = [name for name in after if before.get(name) != after[name]]
+    return [f"{name.removeprefix('model.')} = {before.get(name)}" for name in differing]
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in tree.items():
+        inside = isinstance(value, dict)
+        flat |= _flatten(value, f"{prefix}{name}.") if inside else {prefix + name: value}
+    return flat
+
+
+def is_finished(path: Path, num_steps: int) -> bool:
+    """Whether a run has all its steps behind it."""
+    try:
+        status = RunDir(path).read_json("status.json")
+    except ValueError:
+        return False
+    return status.get("state") == "finished" and status.get("step", 0) >= num_steps
+
+
+def read_flops(path: Path) -> int | float:
+    """FLOPs that a run has spent, by its last line of metrics; cheap enough to ask all the time."""
+    # the first line may be cut off, and the last one half-written
+    for line in reversed(_read_tail(path / "metrics.jsonl").split(b"\n")[:-1]):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and record.get("kind") == "train":
+            return record.get("flops") or 0
+    return 0
+
+
+def measure_speed(runs: Sequence[PlannedRun], folder: Path) -> float | None:
+    """FLOP/s of one run, over the finished ones that were started once; None where there are none.
+
+    With starting and validating, as it is the time of whoever waits that is asked for.
+    """
+    total_flops, total_seconds = 0.0, 0.0
+    for run in runs:
+        opened = RunDir(folder / run.folder)
+        if not is_finished(opened.path, run.num_steps):
+            continue
+        try:
+            starts = opened.read_json("provenance.json")["starts"]
+            ended = opened.read_json("status.json")["updated"]
+            if len(starts) == 1:
+                began = datetime.fromisoformat(starts[0]["time"])
+                total_seconds += (datetime.fromisoformat(ended) - began).total_seconds()
+                total_flops += run.flops
+        except (KeyError, TypeError, ValueError):
+            # an estimate is no reason to stop
+            continue
+    return total_flops / total_seconds if total_seconds > 0 else None
+
+
+def find_mixed_data(runs: Sequence[PlannedRun], folder: Path) -> str | None:
+    """A sentence where runs were trained on different data, which cannot be compared."""
+    used: dict[str, str] = {}
+    for run in runs:
+        try:
+            start = RunDir(folder / run.folder).read_json("provenance.json")["starts"][0]
+            used.setdefault(str(start["data"]["hash"]), run.name)
+        except (LookupError, TypeError, ValueError):
+            continue
+    if len(used) < 2:
+        return None
+    first, other, *_ = used.values()
+    return (
+        f"{first} and {other} were trained on different data, so their losses cannot be compared: "
+        f"choose another --out for each data"
+    )
+
+
+def read_log_end(path: Path, num_lines: int = 3) -> list[str]:
+    """The last lines that a run's process has printed, empty ones left out."""
+    text = _read_tail(path / LOG).decode(errors="replace")
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-num_lines:]
+
+
+def _read_tail(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            return file.read()
+    except OSError:
+        return b""

@@ -1,0 +1,180 @@
+"""Runs as processes, with a trainer that only pretends: order, retries, resuming, signals."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from depthmix.sweep import execute as execute_module
+from depthmix.sweep.execute import Executor, Progress, Summary, list_arguments
+from depthmix.sweep.folders import LOG, look_at_runs
+from depthmix.sweep.plan import PlannedRun, expand_plan
+from depthmix.sweep.plan_file import read_plan
+from toy_sweeps import Fake
+
+
+def execute(
+    fake: Fake,
+    runs: list[PlannedRun],
+    report: Callable[[Progress], None] | None = None,
+    **options: Any,
+) -> Summary:
+    standings = look_at_runs(runs, fake.out)
+    executor = Executor(runs, standings, fake.out, command=fake.command, **options)
+    return executor.run(report, poll_seconds=0.01)
+
+
+def test_all_runs_are_trained_and_then_kept(fake: Fake, runs: list[PlannedRun]) -> None:
+    seen: list[Progress] = []
+    summary = execute(fake, runs, seen.append, data=Path("d"), device="cpu")
+    assert summary == (tuple(run.name for run in runs), {}, None)
+    calls = fake.read_calls()
+    assert [name for name, _ in calls] == [run.folder for run in runs]
+    assert calls[0][1][:8] == [
+        *("--preset", "tiny", "--out", str(fake.out / runs[0].folder)),
+        *("--data", "d", "--device", "cpu"),
+    ]
+    assert fake.count_most_at_once() == 1
+    assert 1000 in {progress.done_flops for progress in seen}
+    assert seen[-1].done_flops == sum(run.flops for run in runs)
+    assert seen[-1].running == ()
+    # what the trainer made of the arguments is what was planned
+    assert {s.todo for s in look_at_runs(runs, fake.out).values()} == {"nothing"}
+    assert execute(fake, runs) == ((), {}, None)
+    assert len(fake.read_calls()) == len(runs)
+
+
+def test_so_many_at_once(fake: Fake, tree: dict[str, Any]) -> None:
+    runs = expand_plan(read_plan({**tree, "seeds": 2}))
+    seen: list[Progress] = []
+    summary = execute(fake, runs, seen.append, num_jobs=3)
+    assert len(summary.finished) == len(runs) == 8
+    assert max(len(progress.running) for progress in seen) == 3
+    assert 2 <= fake.count_most_at_once() <= 3
+
+
+def test_a_failure_is_tried_once_more(fake: Fake, runs: list[PlannedRun]) -> None:
+    first, second, third, fourth = (run.folder for run in runs)
+    fake.order(
+        {first: ["refuse", "refuse"], second: ["break"], third: ["die"], fourth: ["die", "die"]}
+    )
+    summary = execute(fake, runs)
+    assert set(summary.finished) == {runs[1].name, runs[2].name}
+    assert summary.failed == {
+        runs[0].name: ["first words", "depthmix: no room on the disk"],
+        runs[3].name: ["it printed nothing, and ended with signal 9"],
+    }
+    calls = fake.read_calls()
+    # the others come first; what had begun is gone on with
+    assert [name for name, _ in calls] == [first, second, third, fourth] * 2
+    starts = [args[0] for _, args in calls[4:]]
+    assert starts == ["--preset", "--resume", "--preset", "--preset"]
+    log = (fake.out / second / LOG).read_text()
+    assert log.count("$ depthmix train --") == 2
+    assert "ValueError: broken" in log
+    # asked again, the failed ones are tried again
+    assert execute(fake, runs).finished == (runs[0].name, runs[3].name)
+
+
+def interrupt(fake: Fake, *numbers: int) -> Callable[[Progress], None]:
+    """Sends signals to this process, one for each report once a run waits."""
+    left = list(numbers)
+
+    def report(progress: Progress) -> None:
+        if left and (fake.root / "waiting").exists():
+            os.kill(os.getpid(), left.pop(0))
+
+    return report
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_runs_save(
+    fake: Fake, runs: list[PlannedRun], number: signal.Signals
+) -> None:
+    fake.order({runs[0].folder: ["wait"]})
+    before = signal.getsignal(number)
+    assert execute(fake, runs, interrupt(fake, number)) == ((), {}, number)
+    assert signal.getsignal(number) is before
+    received = json.loads((fake.out / runs[0].folder / "received").read_text())
+    assert received == [number]
+    # a terminal's own Ctrl-C must not come beside ours
+    assert (fake.out / runs[0].folder / "leads").read_text() == "True"
+    assert len(fake.read_calls()) == 1
+    summary = execute(fake, runs)
+    assert summary.finished == tuple(run.name for run in runs)
+    assert fake.read_calls()[1][1] == ["--resume", str(fake.out / runs[0].folder)]
+
+
+def test_what_is_interrupted_has_not_failed(fake: Fake, runs: list[PlannedRun]) -> None:
+    fake.order({runs[0].folder: ["break", "wait"]})
+    summary = execute(fake, runs[:1], interrupt(fake, signal.SIGINT))
+    assert summary == ((), {}, signal.SIGINT)
+    assert len(fake.read_calls()) == 2
+
+
+def test_a_second_ctrl_c_kills(fake: Fake, runs: list[PlannedRun]) -> None:
+    fake.order({run.folder: ["ignore"] for run in runs})
+    summary = execute(fake, runs, interrupt(fake, signal.SIGINT, signal.SIGINT), num_jobs=2)
+    assert summary == ((), {}, signal.SIGINT)
+    names = os.listdir(fake.root / "running")
+    assert names
+    for name in names:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(name), 0)
+
+
+@pytest.mark.parametrize("order", ["wait", "ignore"])
+def test_an_error_of_the_sweep_leaves_nothing_behind(
+    fake: Fake, runs: list[PlannedRun], order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execute_module, "GRACE_SECONDS", 0.5 if order == "ignore" else 60)
+    fake.order({runs[0].folder: [order]})
+
+    def fail(progress: Progress) -> None:
+        if (fake.root / "waiting").exists():
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        execute(fake, runs, fail)
+    names = os.listdir(fake.root / "running")
+    # it was asked first, and killed where it did not listen
+    assert len(names) == (order == "ignore")
+    assert (fake.out / runs[0].folder / "received").exists() == (order == "wait")
+    for name in names:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(name), 0)
+
+
+def test_values_as_text(tree: dict[str, Any]) -> None:
+    tree["sizes"] = [{"num_layers": 4, "routing": {"capacity": [0.5, 0.25], "predictor": False}}]
+    tree["variants"] = {"mod": {"routing": {"gate": "tanh1"}}}
+    (run,) = expand_plan(read_plan(tree), {"num_kv_heads": None})
+    told = list_arguments(run, Path("p"), resume=False, data=None, device=None)
+    assert told[:4] == ["--preset", "tiny", "--out", "p"]
+    assert told[4:] == [
+        *("train.batch_size=2", "routing.gate=tanh1", "num_layers=4"),
+        *("routing.capacity=[0.5,0.25]", "routing.predictor=false", "num_kv_heads=none"),
+        *("train.flops=1000000000.0", "train.seed=0"),
+    ]
+
+
+def test_threads_are_shared(
+    fake: Fake, runs: list[PlannedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    standings = look_at_runs(runs, fake.out)
+    alone, three = (Executor(runs, standings, fake.out, num_jobs=n) for n in (1, 3))
+    assert "OMP_NUM_THREADS" not in alone._make_environment()
+    assert three._make_environment()["OMP_NUM_THREADS"] == "2"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert three._make_environment()["OMP_NUM_THREADS"] == "5"
+
+
+def test_no_jobs_are_refused(fake: Fake, runs: list[PlannedRun]) -> None:
+    with pytest.raises(ValueError, match="--jobs 0 must be at least 1"):
+        execute(fake, runs, num_jobs=0)

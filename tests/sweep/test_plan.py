@@ -1,0 +1,119 @@
+"""A plan expanded: how many runs, their names, their steps, and all problems at once."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from depthmix import flops
+from depthmix.sweep.plan import expand_plan, load_plan
+from depthmix.sweep.plan_file import read_plan
+from toy_sweeps import TREE
+
+
+def test_runs_are_named_by_budget_variant_size_and_seed(tree: dict[str, Any]) -> None:
+    sizes = [{"width": 32, "num_layers": 2, "seeds": 2, "variants": ["mod"]}, {"name": "own"}]
+    runs = expand_plan(read_plan({**tree, "budgets": [1e9, 1.6e9], "sizes": sizes}))
+    assert [run.name for run in runs] == [
+        f"toy/{budget}/{rest}"
+        for budget in ("1e9", "1.6e9")
+        for rest in ("dense/own-s0", "mod/w32-l2-s0", "mod/w32-l2-s1", "mod/own-s0")
+    ]
+    assert runs[2].folder == "1e9/mod/w32-l2-s1"
+    assert [run.config.train.seed for run in runs[:4]] == [0, 0, 1, 0]
+    assert runs[0].config.model.routed_layers == ()
+    assert runs[1].config.model.routed_layers == (1,)
+
+
+@given(budget=st.floats(3e8, 1e13), width=st.sampled_from([16, 32, 64]), batch=st.integers(1, 4))
+def test_steps_spend_the_budget(budget: float, width: int, batch: int) -> None:
+    tree = {**TREE, "budgets": [budget], "sizes": [{"width": width, "num_layers": 2}]}
+    for run in expand_plan(read_plan(tree), {"train.batch_size": batch}):
+        model = run.config.model
+        step = flops.training_flops(model, seq_len=model.max_seq_len, batch_size=batch)
+        assert run.num_steps == flops.count_steps(run.config) >= 1
+        assert run.flops == run.num_steps * step <= budget < run.flops + step
+        assert run.num_parameters == flops.num_parameters(model).total
+
+
+def test_what_goes_before_what(tree: dict[str, Any]) -> None:
+    tree |= {"common": {"width": 16, "train": {"clip": 2.0}}, "sizes": [{"num_layers": 2}]}
+    tree["variants"] = {"a": {"width": 32}}
+    plan = read_plan(tree)
+    (run,) = expand_plan(plan)
+    assert (run.config.model.width, run.config.train.clip) == (32, 2.0)
+    assert run.config.model.vocab_size == 256
+    (run,) = expand_plan(plan, {"width": "64", "train.clip": "3"}, vocab_size=300)
+    assert (run.config.model.width, run.config.train.clip) == (64, 3.0)
+    assert run.config.model.vocab_size == 300
+    assert run.name.endswith("w64-l2-s0")
+    (run,) = expand_plan(plan, {"vocab_size": 512}, vocab_size=300)
+    assert run.config.model.vocab_size == 512
+
+
+def test_all_problems_are_told_at_once(tree: dict[str, Any]) -> None:
+    tree["variants"]["wrong"] = {"routing": {"capacity": 2}}
+    tree["sizes"] = [{"width": 33, "num_layers": 2}, {"width": 32, "num_layers": 2, "seeds": 2}]
+    with pytest.raises(ValueError, match="this plan has") as caught:
+        expand_plan(read_plan(tree))
+    head, *lines = str(caught.value).splitlines()
+    assert head == "this plan has 2 problems, and nothing was started:"
+    # the first of a kind stands for all of it, and a run's seeds have the same problem
+    assert lines[0].startswith("  toy/1e9/dense/w33-l2 and 2 more: num_heads = 4 does not divide")
+    assert lines[1].startswith("  toy/1e9/wrong/w32-l2: routing.capacity = 2.0 must lie in (0, 1]")
+    assert len(lines) == 2
+
+
+def test_a_plan_without_runs_is_refused(tree: dict[str, Any]) -> None:
+    tree["sizes"] = [{"width": 32, "variants": []}]
+    with pytest.raises(ValueError, match="there is nothing to run"):
+        expand_plan(read_plan(tree))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ({"train.seed": 1}, "train.seed is decided by the plan's seeds: take it away"),
+        ({"train.flops": 1e9}, "train.flops is decided by the plan's budgets"),
+        ({"train.steps": 3}, "a run stops by one of steps, tokens and flops"),
+        ({"widht": 3}, "no configuration field 'widht'"),
+        ({"train.batch_size": 1000}, "this budget is less than one step"),
+        # both sizes become the same
+        ({"width": 32, "num_layers": 2}, "toy/1e9/dense/w32-l2-s0 and 1 more: two runs would have"),
+    ],
+)
+def test_overrides_that_do_not_fit(
+    tree: dict[str, Any], overrides: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the sentence is compared)
+        expand_plan(read_plan(tree), overrides)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_smoke", "num_gpu"),
+    [("isoflop", 12, 54), ("capacity-frequency", 13, 39), ("controls", 6, 42), ("experts", 4, 20)],
+)
+def test_plans_of_the_package(name: str, num_smoke: int, num_gpu: int) -> None:
+    for scale, count, most in (("smoke", num_smoke, 2e13), ("gpu", num_gpu, 1e18)):
+        plan = load_plan(name, scale)
+        runs = expand_plan(plan)
+        assert plan.name == name
+        assert plan.description
+        assert len({run.name for run in runs}) == len(runs) == count
+        assert sum(run.flops for run in runs) < most
+        assert min(run.num_steps for run in runs) >= 50
+
+
+def test_isoflop_brackets_its_guesses() -> None:
+    plan = load_plan("isoflop", "gpu")
+    assert plan.budgets == (1e15, 4e15, 1.6e16)
+    runs = expand_plan(plan)
+    for budget in plan.budgets:
+        for variant in ("dense", "mod"):
+            cell = [run for run in runs if (run.budget, run.variant) == (budget, variant)]
+            sizes = sorted({run.num_parameters for run in cell})
+            (guess,) = {run.num_parameters for run in cell if run.config.train.seed == 2}
+            assert len(sizes) >= 5
+            assert 2 <= sizes.index(guess) <= len(sizes) - 3
