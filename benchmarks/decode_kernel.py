@@ -1,0 +1,136 @@
+"""The one-kernel decoding step alone: its settings against each other, and what a barrier costs.
+
+    python benchmarks/decode_kernel.py                  # both shapes, dense and MoD, all settings
+    python benchmarks/decode_kernel.py --barriers       # microseconds of a barrier
+
+Needs a GPU. Times are medians of 200 replays of a CUDA graph that holds the kernel and the choice
+of the best token, 1,152 tokens into a sequence, with one and with two routed blocks taken. Compiling
+takes the time: about five seconds a setting.
+"""
+
+import argparse
+import statistics
+import sys
+from itertools import pairwise
+
+import torch
+from decode_models import ROUTING, SHAPES, make_config
+
+from depthmix.infer.single import stack_weights
+from depthmix.kernels.decode import DecodeStep, Rules, Tuning
+from depthmix.nn import Transformer
+
+NUM_TOKENS, PAGE = 1152, 16
+
+
+def list_settings(num_processors: int) -> dict[str, Tuning]:
+    two = 2 * num_processors
+    return {
+        "two programs of 4 warps": Tuning(two),
+        "the same, 32 splits": Tuning(two, max_splits=32),
+        "the same, tiles of 16,384": Tuning(two, tile=16384),
+        "the same, narrow tiles": Tuning(two, min_columns=512),
+        "one program of 8 warps, tiles of 16,384": Tuning(num_processors, num_warps=8, tile=16384),
+    }
+
+
+def time_setting(model: Transformer, tuning: Tuning, num_taken: int) -> float:
+    """Median microseconds of a step in which so many routed blocks are taken."""
+    config, weights = model.config, stack_weights(model)
+    num_layers, routed = config.num_layers, tuple(config.routed_layers)
+    num_pages = -(-config.max_seq_len // PAGE) * num_layers
+    shape = (num_pages, config.shape.num_kv_heads, PAGE, config.shape.head_width)
+    pages = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    table = torch.randperm(num_pages, device="cuda").view(num_layers, -1).int()
+    if weights.predictor_bias is not None:
+        weights.predictor_bias.fill_(-1e9)
+        weights.predictor_bias[3 : 3 + 4 * num_taken : 4] = 1e9
+    rules = Rules(
+        num_heads=config.num_heads,
+        norm_eps=config.norm_eps,
+        routed_layers=routed,
+        selector="predictor" if routed else "all",
+    )
+    step = DecodeStep(weights, rules, *pages, tuning)
+    token, position = (torch.tensor([n], device="cuda") for n in (5, NUM_TOKENS))
+    held = [NUM_TOKENS // 8 if layer in routed else NUM_TOKENS for layer in range(num_layers)]
+    before = torch.tensor(held, device="cuda", dtype=torch.int32)
+    lengths = before.clone()
+    step(token, position, table, lengths)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lengths.copy_(before)
+        step(token, position, table, lengths).argmax()
+    for _ in range(20):
+        graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(201)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(1e3 * a.elapsed_time(b) for a, b in pairwise(events))
+
+
+def time_barriers(num_processors: int) -> None:
+    import triton
+    import triton.language as tl
+
+    from depthmix.kernels.stages import arrive, wait
+
+    @triton.jit
+    def meet(counter, x, count: tl.constexpr, programs: tl.constexpr, read: tl.constexpr):
+        lane = tl.arange(0, 1024)
+        total = tl.zeros((1024,), tl.float32)
+        for stage in range(count):
+            tl.store(x + tl.program_id(0), 1.0)
+            arrive(counter)
+            wait(counter, (stage + 1) * programs)
+            if read:
+                total += tl.load(x + lane, cache_modifier=".cg")
+        tl.store(x + 4096 + lane, total)
+
+    x, counter = torch.zeros(8192, device="cuda"), torch.zeros(1, device="cuda", dtype=torch.int32)
+    for programs, warps in ((num_processors, 8), (2 * num_processors, 4)):
+        for read in (False, True):
+            times = []
+            for _ in range(6):
+                counter.zero_()
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                sizes = {"num_warps": warps, "launch_cooperative_grid": True}
+                meet[(programs,)](counter, x, 200, programs, read, **sizes)
+                end.record()
+                torch.cuda.synchronize()
+                times.append(1e3 * start.elapsed_time(end) / 200)
+            what = "barrier and reading x" if read else "barrier"
+            print(f"{programs} programs of {warps} warps, {what}: {min(times):.2f} µs")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["small", "large"])
+    parser.add_argument("--barriers", action="store_true", help="time barriers and nothing else")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device is visible to torch: run it on a GPU")
+    num_processors = torch.cuda.get_device_properties(0).multi_processor_count
+    if args.barriers:
+        time_barriers(num_processors)
+        return
+    for shape in args.shape:
+        for name in ROUTING:
+            torch.manual_seed(0)
+            with torch.device("cuda"):
+                model = Transformer(make_config(name, SHAPES[shape])).to(torch.bfloat16).eval()
+            for setting, tuning in list_settings(num_processors).items():
+                counts = (1, 2) if model.config.routed_layers else (0,)
+                times = [f"{time_setting(model, tuning, count):.1f}" for count in counts]
+                print(f"{shape} {name}, {setting}: {', '.join(times)} µs", flush=True)
+
+
+if __name__ == "__main__":
+    main()
