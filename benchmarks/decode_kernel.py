@@ -4,8 +4,8 @@
     python benchmarks/decode_kernel.py --barriers       # microseconds of a barrier
 
 Needs a GPU. Times are medians of 200 replays of a CUDA graph that holds the kernel and the choice
-of the best token, 1,152 tokens into a sequence, with one and with two routed blocks taken. Compiling
-takes the time: about five seconds a setting.
+of the best token, 1,152 tokens into a sequence, with one and with two routed blocks taken. Most of
+the run is compiling: about five seconds a setting.
 """
 
 import argparse
@@ -14,13 +14,29 @@ import sys
 from itertools import pairwise
 
 import torch
+import triton
+import triton.language as tl
 from decode_models import ROUTING, SHAPES, make_config
 
 from depthmix.infer.single import stack_weights
 from depthmix.kernels.decode import DecodeStep, Rules, Tuning
+from depthmix.kernels.stages import arrive, wait
 from depthmix.nn import Transformer
 
 NUM_TOKENS, PAGE = 1152, 16
+
+
+@triton.jit
+def meet(counter, x, count: tl.constexpr, programs: tl.constexpr, read: tl.constexpr):
+    lane = tl.arange(0, 1024)
+    total = tl.zeros((1024,), tl.float32)
+    for stage in range(count):
+        tl.store(x + tl.program_id(0), 1.0)
+        arrive(counter)
+        wait(counter, (stage + 1) * programs)
+        if read:
+            total += tl.load(x + lane, cache_modifier=".cg")
+    tl.store(x + 4096 + lane, total)
 
 
 def list_settings(num_processors: int) -> dict[str, Tuning]:
@@ -74,23 +90,6 @@ def time_setting(model: Transformer, tuning: Tuning, num_taken: int) -> float:
 
 
 def time_barriers(num_processors: int) -> None:
-    import triton
-    import triton.language as tl
-
-    from depthmix.kernels.stages import arrive, wait
-
-    @triton.jit
-    def meet(counter, x, count: tl.constexpr, programs: tl.constexpr, read: tl.constexpr):
-        lane = tl.arange(0, 1024)
-        total = tl.zeros((1024,), tl.float32)
-        for stage in range(count):
-            tl.store(x + tl.program_id(0), 1.0)
-            arrive(counter)
-            wait(counter, (stage + 1) * programs)
-            if read:
-                total += tl.load(x + lane, cache_modifier=".cg")
-        tl.store(x + 4096 + lane, total)
-
     x, counter = torch.zeros(8192, device="cuda"), torch.zeros(1, device="cuda", dtype=torch.int32)
     for programs, warps in ((num_processors, 8), (2 * num_processors, 4)):
         for read in (False, True):
