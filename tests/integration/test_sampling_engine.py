@@ -221,7 +221,7 @@ def test_every_variant_equals_the_full_pass(name: str, selector: str | None, rec
     check_exactness((name, selector), wishes, None, invariant=True, **options)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.data())
 def test_any_schedule_equals_the_full_pass(data: st.DataObject) -> None:
     check_exactness(
@@ -236,7 +236,7 @@ def test_any_schedule_equals_the_full_pass(data: st.DataObject) -> None:
     )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.data(), st.sampled_from(ROUTED), st.booleans(), st.booleans())
 def test_a_full_cache_changes_nothing(
     data: st.DataObject, case: tuple[str, str | None], invariant: bool, record: bool
@@ -296,7 +296,7 @@ def strip_depth(sample: Sample) -> Sample:
                                                        num_visits_dense=0))  # fmt: skip
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.data())
 def test_company_changes_no_bit(data: st.DataObject) -> None:
     name, selector = data.draw(st.sampled_from(CASES))
@@ -321,7 +321,7 @@ def test_company_changes_no_bit(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("name", ["dense", "mod", "mode_staged"])
+@pytest.mark.parametrize("name", ["mod", "mode_staged"])
 def test_preemption_changes_no_bit(name: str, greedy: bool, record: bool) -> None:
     model = get_model(name, torch.float32)
     wishes = [Wish(5, 20, seed=seed, greedy=greedy) for seed in range(4)]
