@@ -42,12 +42,13 @@ class Decider(nn.Module):
         """The kept tokens, the stream to add to, the tokens' places, and what was decided."""
         # sums over one score, and not views of it: a module that returns a view of its result
         # cannot be sharded safely
-        predicted_BT = None if self.predictor is None else self.predictor(x).sum(-1)
-        if compact and selector == "predictor" and predicted_BT is not None:
+        if compact and selector == "predictor" and self.predictor is not None:
+            predicted_BT = self.predictor(x).sum(-1)
             # who is sent by need not be scored
             logits_BT = torch.full_like(predicted_BT, torch.nan)
         else:
             logits_BT = self.router(x).sum(-1)
+            predicted_BT = None if self.predictor is None else self.predictor(x).sum(-1)
         if self.config.strategy == "early_exit":
             candidates = rules.survivors(candidates, previous)
         # decisions are not differentiable: the gate and the losses carry the gradient
