@@ -71,34 +71,12 @@ def _attend_pages(
 
 
 @_attend_pages.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_row: Tensor,
-    key_row: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-) -> Tensor:
+def _(query: Tensor, *rest: Tensor) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 @_attend_pages.register_kernel("cuda")
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_row: Tensor,
-    key_row: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-) -> Tensor:
+def _(*tensors: Tensor) -> Tensor:
     from depthmix.kernels import paged_triton
 
-    return paged_triton.attend_pages(
-        query, key, value, query_row, key_row, key_pages, value_pages, table, lengths
-    )
+    return paged_triton.attend_pages(*tensors)
