@@ -28,9 +28,9 @@ demo: $(STAMP) ## train a routed model and its dense twin at equal compute
 
 # Twice, because torch.compile(fullgraph=True) fails under jaxtyping's runtime checks.
 test: $(STAMP) ## run the tests and hold the core to 95% coverage
-	$(BIN)/python -m pytest -m "not compile and not gpu" \
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not compile and not gpu" \
 		--jaxtyping-packages=depthmix,beartype.beartype --cov --cov-report=
-	$(BIN)/python -m pytest -m "compile and not gpu" --cov --cov-append --cov-report=
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "compile and not gpu" --cov --cov-append --cov-report=
 	$(BIN)/coverage report --include='$(COVERAGE_GATE)' --fail-under=95
 
 check: $(STAMP) ## everything CI runs: format, lint, types, import contracts, tests

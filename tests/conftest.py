@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 
 # Before torch is imported: on some processors oneDNN's newest bf16 kernels die with SIGILL.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -27,6 +28,10 @@ if not torch.cuda.is_available():
 
 # the models are tiny: a second thread only waits, and badly so where the machine is shared
 torch.set_num_threads(1)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell starts its background jobs deaf to Ctrl-C, and what they start is deaf too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

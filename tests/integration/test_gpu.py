@@ -150,7 +150,9 @@ def test_compiled_attention_stays_inside_documents(name: str) -> None:
     tokens = torch.randint(0, model.config.vocab_size, (3, 601), device="cuda")
     documents = (torch.rand(3, 600, device="cuda") < 0.02).cumsum(1)
     documents[1, 560:] = -1
-    inputs = (model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), documents)
+    # what padding sees is not defined, and nobody is asked to predict it
+    targets = tokens[:, 1:].where(documents >= 0, IGNORE)
+    inputs = (model, tokens[:, :-1].contiguous(), targets, documents)
     losses, grads = [], []
     for function in (compute_loss, torch.compile(compute_loss, fullgraph=True)):
         model.zero_grad()
@@ -159,9 +161,8 @@ def test_compiled_attention_stays_inside_documents(name: str) -> None:
         losses.append(result.total.detach())
         parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
         grads.append(torch.cat(parts))
-    # flex attention multiplies float32 in TF32
-    assert relative_error(losses[1], losses[0]) < 1e-3
-    assert relative_error(grads[1], grads[0]) < 1e-2
+    assert relative_error(losses[1], losses[0]) < 1e-4
+    assert relative_error(grads[1], grads[0]) < 1e-3
 
 
 def list_kept(output: Output) -> list[torch.Tensor]:
