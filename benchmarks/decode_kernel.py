@@ -40,13 +40,15 @@ def meet(counter, x, count: tl.constexpr, programs: tl.constexpr, read: tl.const
 
 
 def list_settings(num_processors: int) -> dict[str, Tuning]:
-    two = 2 * num_processors
+    two, three = 2 * num_processors, 3 * num_processors
     return {
         "two programs of 4 warps": Tuning(two),
-        "the same, 32 splits": Tuning(two, max_splits=32),
-        "the same, tiles of 16,384": Tuning(two, tile=16384),
-        "the same, narrow tiles": Tuning(two, min_columns=512),
-        "one program of 8 warps, tiles of 16,384": Tuning(num_processors, num_warps=8, tile=16384),
+        "the same, wide tiles": Tuning(two, min_columns=2048),
+        "the same, tiles of 8,192": Tuning(two, tile=8192),
+        "the same, 32 splits": Tuning(two, min_columns=2048, max_splits=32),
+        "the same, chunks of 16": Tuning(two, min_columns=2048, chunk=16, max_splits=32),
+        "one program of 8 warps": Tuning(num_processors, num_warps=8),
+        "three programs of 4 warps, tiles of 8,192": Tuning(three, max_registers=168, tile=8192),
     }
 
 
@@ -112,6 +114,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["small", "large"])
+    parser.add_argument("--model", nargs="+", choices=ROUTING, default=list(ROUTING))
     parser.add_argument("--barriers", action="store_true", help="time barriers and nothing else")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -121,7 +124,7 @@ def main() -> None:
         time_barriers(num_processors)
         return
     for shape in args.shape:
-        for name in ROUTING:
+        for name in args.model:
             torch.manual_seed(0)
             with torch.device("cuda"):
                 model = Transformer(make_config(name, SHAPES[shape])).to(torch.bfloat16).eval()

@@ -86,7 +86,13 @@ def join_in(mlp: MLP) -> Tensor:
 class Session:
     """A sequence and its pages, everything unwritten in them NaN."""
 
-    def __init__(self, model: Transformer, selector: str | None, tuning: Any = None) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        selector: str | None,
+        tuning: Any = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         config = model.config
         self.model, self.num_layers = model, config.num_layers
         max_pages = ROOM // PAGE
@@ -110,9 +116,11 @@ class Session:
             first_tokens=config.routing.first_tokens,
             early_exit=config.routing.strategy == "early_exit",
         )
-        self.step = decode.DecodeStep(
-            stack_weights(model), self.rules, self.keys, self.values, tuning
-        )
+        weights = stack_weights(model)
+        wide = {"router": weights.router, "phase_table": weights.phase_table}
+        weights = decode.Weights(*(w if w is None else w.to(dtype) for w in weights))
+        weights = weights._replace(**wide)
+        self.step = decode.DecodeStep(weights, self.rules, self.keys, self.values, tuning)
         for tensor in (*self.step._scratch, self.step.logits):
             if tensor.is_floating_point():
                 tensor.fill_(torch.nan)
@@ -136,12 +144,20 @@ class Session:
 
 
 def check(
-    model: Transformer, selector: str | None, *, num_tokens: int = TOKENS, tuning: Any = None
+    model: Transformer,
+    selector: str | None,
+    *,
+    num_tokens: int = TOKENS,
+    tuning: Any = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Session:
-    """Decode token by token; logits, decisions and the cache equal the full pass."""
-    model = model.to(DEVICE).requires_grad_(False)
+    """Decode token by token; logits, decisions and the cache equal the full pass.
+
+    `dtype` is the weights' in the kernel; the model has the same numbers in float32.
+    """
+    model = model.to(DEVICE, dtype).float().requires_grad_(False)
     tokens = make_tokens(model.config, num_tokens).to(DEVICE)
-    session = Session(model, selector, tuning)
+    session = Session(model, selector, tuning, dtype)
     logits, taken = session.decode(tokens)
     output = model(tokens[None], selector=selector)
     torch.testing.assert_close(logits, output.logits[0], rtol=0, atol=1e-4)
@@ -194,6 +210,18 @@ def name_case(value: object) -> str | None:
 )
 def test_dense(overrides: dict[str, Any]) -> None:
     check(make(**DENSE, **overrides), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mlp_width", [70, 35], ids=["pairs", "no_pairs"])
+def test_weights_of_16_bits(dtype: torch.dtype, mlp_width: int) -> None:
+    """They are read two at a time, where a row has an even number of them."""
+    sizes = {"width": 50, "mlp_width": mlp_width, "num_heads": 3, "num_kv_heads": 1}
+    tuning = Session(make(**MOD).to(DEVICE), "predictor").step.tuning
+    tuning = tuning._replace(tile=512, min_columns=32)
+    session = check(make(**MOD, **sizes), "predictor", tuning=tuning, dtype=dtype)
+    assert session.step.plan.qkv.pack == 2
+    assert session.step.plan.mlp_out.pack == (2 if mlp_width == 70 else 1)
 
 
 def test_a_longer_sequence() -> None:
@@ -326,7 +354,8 @@ def test_tiles_are_powers_of_two_and_not_too_large(
     num_rows: int, width: int, num_programs: int, tile: int, paired: bool
 ) -> None:
     tuning = decode.Tuning(num_programs, tile=tile, min_columns=256)
-    cut = decode.cut_matrix(num_rows, width, tuning, partner=num_rows if paired else 0)
+    partner = num_rows if paired else 0
+    cut = decode.cut_matrix(num_rows, width, torch.bfloat16, tuning, partner=partner)
     for size in (cut.rows, cut.columns):
         assert size & (size - 1) == 0
     assert cut.step >= 1

@@ -340,9 +340,8 @@ class Tuning(NamedTuple):
     num_warps: int = 4
     max_registers: int = 255
     """Of a thread: with all of them, two programs of four warps fit on a processor."""
-    tile: int = 8192
-    """Elements of a weight tile. A thread holds two tiles' shares: at 4 warps and 8,192 elements of
-    bf16 these are 64 of its registers."""
+    tile: int = 16384
+    """Elements of a weight tile: at 4 warps and 16,384 of bf16, 64 registers of a thread."""
     min_columns: int = 1024
     """Columns of a tile, where rows are that long; fewer rows a program make it wider."""
     chunk: int = 32
@@ -351,14 +350,17 @@ class Tuning(NamedTuple):
     """Parts of the context that are attended to side by side."""
 
 
-def cut_matrix(num_rows: int, width: int, tuning: Tuning, *, partner: int = 0) -> Cut:
+def cut_matrix(
+    num_rows: int, width: int, dtype: torch.dtype, tuning: Tuning, *, partner: int = 0
+) -> Cut:
     """Tiles for a matrix: no more rows than a program has, and wide where those are few."""
     longest = max(16, triton.next_power_of_2(width))
     own = triton.next_power_of_2(-(-num_rows // tuning.num_programs)) * (2 if partner else 1)
     columns = min(longest, max(16, tuning.min_columns, tuning.tile // own))
     rows = min(own, max(2 if partner else 1, tuning.tile // columns))
     step, padded = rows // 2 if partner else rows, -(-width // columns) * columns
-    return Cut(num_rows, width, rows, columns, partner, tuning.num_programs, step, padded)
+    pack = 2 if dtype.itemsize == 2 and width % 2 == 0 else 1
+    return Cut(num_rows, width, rows, columns, partner, tuning.num_programs, step, padded, pack)
 
 
 def choose_tuning(device: torch.device, width: int) -> Tuning:
@@ -418,7 +420,7 @@ class DecodeStep:
             make(*parts),
             make(*parts),
             make(*parts, plan.heads.width),
-            torch.zeros(plan.heads.num_kv_heads, device=device, dtype=torch.int32),
+            torch.zeros(plan.heads.num_heads, device=device, dtype=torch.int32),
             torch.zeros(2, device=device, dtype=torch.int32),
         )
 
@@ -498,6 +500,7 @@ def make_plan(
     """The kernel's constants from the shapes of a model's tensors."""
     num_layers, num_projected, width = weights.w_qkv.shape
     num_classes, mlp_width = weights.head.shape[0], weights.w_mlp_out.shape[2]
+    dtype = weights.embedding.dtype
     num_units = 1 if weights.predictor_in is None else weights.predictor_in.shape[1]
     partner = mlp_width if weights.w_in.shape[1] == 2 * mlp_width else 0
     _, num_kv_heads, page_size, head_width = pages.shape
@@ -511,7 +514,6 @@ def make_plan(
         max_splits=tuning.max_splits,
         num_programs=tuning.num_programs,
         group=group,
-        members=triton.next_power_of_2(group),
     )
     return Plan(
         num_layers=num_layers,
@@ -519,12 +521,12 @@ def make_plan(
         width=width,
         block=min(triton.next_power_of_2(width), 2048),
         heads=heads,
-        qkv=cut_matrix(num_projected, width, tuning),
-        attn_out=cut_matrix(width, weights.w_attn_out.shape[2], tuning),
-        mlp_in=cut_matrix(mlp_width, width, tuning, partner=partner),
-        mlp_out=cut_matrix(width, mlp_width, tuning),
-        head=cut_matrix(num_classes, width, tuning),
-        predictor=cut_matrix(num_units, width, tuning),
+        qkv=cut_matrix(num_projected, width, dtype, tuning),
+        attn_out=cut_matrix(width, weights.w_attn_out.shape[2], dtype, tuning),
+        mlp_in=cut_matrix(mlp_width, width, dtype, tuning, partner=partner),
+        mlp_out=cut_matrix(width, mlp_width, dtype, tuning),
+        head=cut_matrix(num_classes, width, dtype, tuning),
+        predictor=cut_matrix(num_units, width, dtype, tuning),
         predictor_block=triton.next_power_of_2(num_units),
         selector=rules.selector if rules.routed_layers else "all",
         gate=rules.gate,

@@ -36,6 +36,8 @@ class Cut(NamedTuple):
     """Rows of a tile, partners not counted."""
     padded: int
     """Columns of all tiles of a row."""
+    pack: int
+    """Neighbours that are read as one int32: 2 of 16 bits, else 1."""
 
 
 class Heads(NamedTuple):
@@ -52,8 +54,6 @@ class Heads(NamedTuple):
     num_programs: int
     group: int
     """Query heads of a key/value head."""
-    members: int
-    """The same, up to a power of two."""
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -87,19 +87,26 @@ def share_rows(cut: tl.constexpr):
 
 @jit
 def load_tile(weight, row, end, column, cut: tl.constexpr):
-    """Rows from `row` on that come before `end`; where they have partners, half as many of each."""
+    """Rows from `row` on that come before `end`; where they have partners, half as many of each.
+
+    Numbers of 16 bits come packed: alone, they would be sorted anew into registers at the end of
+    each turn of a loop, and that waits for what should be under way.
+    """
     place = tl.arange(0, cut.rows)
-    lane = column + tl.arange(0, cut.columns)
+    lane = column // cut.pack + tl.arange(0, cut.columns // cut.pack)
     inside = row + place % cut.step < end
     place = place % cut.step + place // cut.step * cut.partner
     mask = inside[:, None]
     if cut.padded != cut.width:
-        mask = mask & (lane < cut.width)[None, :]
+        mask = mask & (lane < cut.width // cut.pack)[None, :]
     weight += tl.cast(row, tl.int64) * cut.width
     if cut.width % 8 == 0:
         # rows of whole 16 bytes: said aloud, because it is not always found out
         weight = tl.multiple_of(weight, 16)
-    return tl.load(weight + place[:, None] * cut.width + lane[None, :], mask=mask, other=0.0)
+    if cut.pack == 2:
+        weight = weight.to(tl.pointer_type(tl.int32))
+    at = place[:, None] * (cut.width // cut.pack) + lane[None, :]
+    return tl.load(weight + at, mask=mask, other=0)
 
 
 @jit
@@ -134,30 +141,50 @@ def _invert_rms(x, x_more, eps, cut: tl.constexpr):
 
 
 @jit
+def _sum_tile(tile, vector, weight, cut: tl.constexpr):
+    """Products of a tile's rows with a vector."""
+    rows: tl.constexpr = cut.rows
+    groups: tl.constexpr = cut.columns // GROUP
+    if cut.pack == 2:
+        even, odd = tl.split(tl.reshape(vector, (cut.columns // 2, 2)))
+        if weight.dtype.element_ty == tl.bfloat16:
+            # a bf16 is the upper half of a float32
+            low = (tile << 16).to(tl.float32, bitcast=True)
+            high = (tile & -65536).to(tl.float32, bitcast=True)
+        else:
+            low = tile.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            high = (tile >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        product = low * even[None, :] + high * odd[None, :]
+    else:
+        product = tile.to(tl.float32) * vector[None, :]
+    # first inside each thread: a whole tile of products would fill its registers
+    return tl.sum(tl.sum(tl.reshape(product, (rows, groups, GROUP // cut.pack)), axis=2), axis=1)
+
+
+@jit
 def _sum_rows(tile, vector, weight, row, end, x, x_more, norm, cut: tl.constexpr):
     """Products of a tile's rows with (x + x_more) · norm; the next tile and its vector.
 
-    `tile` and `vector` are the first ones of these rows. Those after them are under way while they
-    are summed, and the last tile that is asked for belongs to the rows that come next.
+    `tile` and `vector` are the first ones of these rows. The next tile is asked for into the
+    registers of the last, as soon as that is summed: any other register would have to be copied,
+    and a copy waits. Meanwhile the processor's other program sums. The last tile that is asked for
+    belongs to the rows that come next.
     """
     rows: tl.constexpr = cut.rows
     columns: tl.constexpr = cut.columns
-    groups: tl.constexpr = columns // GROUP
-    total = tl.zeros((rows, groups), dtype=tl.float32)
+    total = tl.zeros((rows,), dtype=tl.float32)
     num_blocks: tl.constexpr = cut.padded // columns
     for block in range(num_blocks):
+        total += _sum_tile(tile, vector, weight, cut)
+        # no load moves up across this, and no sum across threads down
+        tl.debug_barrier()
         next_row = row + (block + 1) // num_blocks * cut.step
         # visibly a multiple, or the mask is taken for one of any shape and nothing is vectorised
         next_column = (block + 1) % num_blocks * columns
-        following = load_tile(weight, next_row, end, next_column, cut)
-        next_vector = vector
-        if cut.padded > columns:
-            next_vector = _load_vector(x, x_more, norm, next_column, cut)
-        product = tile.to(tl.float32) * vector[None, :]
-        # first inside each thread: a whole tile of sums would fill its registers
-        total += tl.sum(tl.reshape(product, (rows, groups, GROUP)), axis=2)
-        tile, vector = following, next_vector
-    return tl.sum(total, axis=1), tile, vector
+        tile = load_tile(weight, next_row, end, next_column, cut)
+        if num_blocks > 1:
+            vector = _load_vector(x, x_more, norm, next_column, cut)
+    return total, tile, vector
 
 
 @jit
@@ -299,7 +326,8 @@ def _turn(head, phase, norm, layer, eps, width: tl.constexpr):
 @jit
 def _split_context(num_tokens, heads: tl.constexpr):
     """Number of parts of the context, none of them empty, and the tokens of each."""
-    span = tl.cdiv(tl.cdiv(num_tokens, heads.max_splits), heads.chunk) * heads.chunk
+    unit: tl.constexpr = max(1, heads.chunk // 4)
+    span = tl.cdiv(tl.cdiv(num_tokens, heads.max_splits), unit) * unit
     return tl.cdiv(num_tokens, span), span
 
 
@@ -334,7 +362,7 @@ def load_context(key_pages, value_pages, table, length, heads: tl.constexpr):
     """The first stored keys and values that this program will attend to."""
     num_splits, span = _split_context(length + 1, heads)
     program = tl.program_id(0)
-    head = tl.minimum(program // num_splits, heads.num_kv_heads - 1)
+    head = tl.minimum(program // num_splits, heads.num_heads - 1) // heads.group
     start = program % num_splits * span
     end = tl.minimum(start + span, length)
     return _load_chunk(key_pages, value_pages, table, start, end, head, heads)
@@ -363,80 +391,78 @@ def attend(
 ):
     """Store the token's key and value, and mix the values of all tokens up to it.
 
-    A piece of work is a key/value head and a part of the context; `key_SH` and `value_SH` are the
-    first ones of this program's first piece. Whoever finishes a head's last part joins them all.
+    A piece of work is a query head and a part of the context; `key_SH` and `value_SH` are the first
+    ones of this program's first piece. Whoever finishes a head's last part joins them all. Heads
+    that share keys and values read them from the second-level cache, but for the first.
     """
-    members: tl.constexpr = heads.members
+    chunk: tl.constexpr = heads.chunk
     width: tl.constexpr = heads.width
-    member = tl.arange(0, members)
     lane = tl.arange(0, width)
     num_tokens = length + 1
     num_splits, span = _split_context(num_tokens, heads)
-    for item in range(tl.program_id(0), heads.num_kv_heads * num_splits, heads.num_programs):
-        head = item // num_splits
+    for item in range(tl.program_id(0), heads.num_heads * num_splits, heads.num_programs):
+        query = item // num_splits
+        head = query // heads.group
         split = item % num_splits
-        # members that are not there repeat the last one, and are not stored
-        query = head * heads.group + tl.minimum(member, heads.group - 1)
-        query_MH = _turn(qkv + query[:, None] * width, phase, norm_query, layer, eps, width)
-        query_MH *= width**-0.5
+        query_1H = _turn(qkv + query * width, phase, norm_query, layer, eps, width) * width**-0.5
         new_key = qkv + (heads.num_heads + head) * width
         new_key_1H = _turn(new_key, phase, norm_key, layer, eps, width)
         new_value = new_key + heads.num_kv_heads * width
         new_value_1H = tl.load(new_value + lane, cache_modifier=".cg")[None, :]
 
-        top_M = tl.full((members,), float("-inf"), dtype=tl.float32)
-        sum_M = tl.zeros((members,), dtype=tl.float32)
-        out_MH = tl.zeros((members, width), dtype=tl.float32)
+        # each place in a chunk is a softmax of its own, so that threads meet only at the end; its
+        # largest score begins below all others, but finite, or a place without a token would be nan
+        top_S = tl.full((chunk,), -1e30, dtype=tl.float32)
+        sum_S = tl.zeros((chunk,), dtype=tl.float32)
+        out_SH = tl.zeros((chunk, width), dtype=tl.float32)
         end = tl.minimum(split * span + span, num_tokens)
         stored_end = tl.minimum(end, length)
         if item != tl.program_id(0):
             key_SH, value_SH = _load_chunk(
                 key_pages, value_pages, table, split * span, stored_end, head, heads
             )
-        for start in range(split * span, end, heads.chunk):
+        for start in range(split * span, end, chunk):
             # the next ones are under way while these are looked at
             next_key_SH, next_value_SH = _load_chunk(
-                key_pages, value_pages, table, start + heads.chunk, stored_end, head, heads
+                key_pages, value_pages, table, start + chunk, stored_end, head, heads
             )
-            token_S = start + tl.arange(0, heads.chunk)
+            token_S = start + tl.arange(0, chunk)
             # the newest is not read from its page, where somebody is writing it
             newest_S1 = (token_S == length)[:, None]
             wide_key_SH = tl.where(newest_S1, new_key_1H, key_SH.to(tl.float32))
             wide_value_SH = tl.where(newest_S1, new_value_1H, value_SH.to(tl.float32))
-            score_MS = tl.sum(query_MH[:, None, :] * wide_key_SH[None, :, :], axis=2)
-            score_MS = tl.where((token_S < num_tokens)[None, :], score_MS, float("-inf"))
-            # never -inf: a chunk has at least one token
-            new_top_M = tl.maximum(top_M, tl.max(score_MS, axis=1))
-            weight_MS = tl.exp(score_MS - new_top_M[:, None])
-            fade_M = tl.exp(top_M - new_top_M)
-            sum_M = sum_M * fade_M + tl.sum(weight_MS, axis=1)
-            added_MH = tl.sum(weight_MS[:, :, None] * wide_value_SH[None, :, :], axis=1)
-            out_MH = out_MH * fade_M[:, None] + added_MH
-            top_M = new_top_M
+            score_S = tl.sum(query_1H * wide_key_SH, axis=1)
+            score_S = tl.where(token_S < end, score_S, float("-inf"))
+            new_top_S = tl.maximum(top_S, score_S)
+            weight_S = tl.exp(score_S - new_top_S)
+            fade_S = tl.exp(top_S - new_top_S)
+            sum_S = sum_S * fade_S + weight_S
+            out_SH = out_SH * fade_S[:, None] + weight_S[:, None] * wide_value_SH
+            top_S = new_top_S
             key_SH, value_SH = next_key_SH, next_value_SH
+        top = tl.max(top_S, axis=0)
+        share_S = tl.exp(top_S - top)
+        total = tl.sum(sum_S * share_S, axis=0)
+        out_H = tl.sum(out_SH * share_S[:, None], axis=0)
 
-        if split == num_splits - 1:
+        if (split == num_splits - 1) & (query % heads.group == 0):
             place_1H = _find_slots(table, length, True, head, heads) * width + lane[None, :]
             tl.store(key_pages + place_1H, new_key_1H.to(key_pages.dtype.element_ty))
             tl.store(value_pages + place_1H, new_value_1H.to(value_pages.dtype.element_ty))
 
-        here_M = member < heads.group
         if num_splits == 1:
-            place_MH = query[:, None] * width + lane[None, :]
-            tl.store(mixed + place_MH, out_MH / sum_M[:, None], mask=here_M[:, None])
+            tl.store(mixed + query * width + lane, out_H / total)
         else:
-            part_M = query * heads.max_splits + split
-            place_MH = part_M[:, None] * width + lane[None, :]
-            tl.store(part_top + part_M, top_M, mask=here_M)
-            tl.store(part_sum + part_M, sum_M, mask=here_M)
-            tl.store(part_out + place_MH, out_MH, mask=here_M[:, None])
+            part = query * heads.max_splits + split
+            tl.store(part_top + part, top)
+            tl.store(part_sum + part, total)
+            tl.store(part_out + part * width + lane, out_H)
             tl.debug_barrier()
-            if tl.atomic_add(arrivals + head, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+            if tl.atomic_add(arrivals + query, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                 tl.debug_barrier()
-                for joined in range(head * heads.group, (head + 1) * heads.group):
-                    _join_parts(joined, num_splits, mixed, part_top, part_sum, part_out, heads)
+                _join_parts(query, num_splits, mixed, part_top, part_sum, part_out, heads)
                 # nobody counts this head before the next block
-                tl.store(arrivals + head, 0)
+                tl.store(arrivals + query, 0)
 
 
 @jit
