@@ -179,7 +179,8 @@ def test_a_stopped_run_does_not_begin_again(
     reports: list[Progress] = []
     prepare(source, tmp_path / "out", progress=reports.append)
     assert 0 < len(encoded) < len(TEXTS) - 10
-    assert [report.stage for report in reports] == ["check", "encode"]
+    # how often each is told depends on the machine
+    assert list(dict.fromkeys(report.stage for report in reports)) == ["check", "encode"]
 
 
 KILL = """

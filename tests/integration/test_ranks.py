@@ -32,7 +32,7 @@ from depthmix.train.parallel import compile_layers
 from depthmix.train.step import TrainStep
 from variants import make_config, make_model, make_tokens
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 NUM_RANKS = 2
 NUM_STEPS = 6

@@ -21,6 +21,8 @@ from depthmix.nn import Cache, Output, Transformer
 from depthmix.nn.depth import MixtureOfDepths
 from variants import causal_cases, make_config, make_model, make_tokens
 
+pytestmark = pytest.mark.slow
+
 CASES = causal_cases()
 ROUTED = [case for case in CASES if case[1] in ("predictor", "router")]
 
