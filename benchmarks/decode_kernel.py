@@ -40,15 +40,16 @@ def meet(counter, x, count: tl.constexpr, programs: tl.constexpr, read: tl.const
 
 
 def list_settings(num_processors: int) -> dict[str, Tuning]:
-    two, three = 2 * num_processors, 3 * num_processors
+    two = 2 * num_processors
     return {
         "two programs of 4 warps": Tuning(two),
-        "the same, wide tiles": Tuning(two, min_columns=2048),
-        "the same, tiles of 8,192": Tuning(two, tile=8192),
-        "the same, 32 splits": Tuning(two, min_columns=2048, max_splits=32),
-        "the same, chunks of 16": Tuning(two, min_columns=2048, chunk=16, max_splits=32),
+        "the same, tiles of 1,024 columns": Tuning(two, min_columns=1024),
+        "the same, 32 splits": Tuning(two, max_splits=32),
+        "chunks of 16": Tuning(two, chunk=16),
+        "chunks of 16, 32 splits": Tuning(two, chunk=16, max_splits=32),
+        "chunks of 16, 32 splits, tiles of 8,192": Tuning(two, 4, 255, 8192, 2048, 16, 32),
+        "two programs of 8 warps": Tuning(two, num_warps=8, max_registers=128, chunk=16),
         "one program of 8 warps": Tuning(num_processors, num_warps=8),
-        "three programs of 4 warps, tiles of 8,192": Tuning(three, max_registers=168, tile=8192),
     }
 
 

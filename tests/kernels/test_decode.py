@@ -289,7 +289,7 @@ def test_tiles_and_splits_that_divide_nothing(overrides: dict[str, Any]) -> None
 
 
 def test_a_launch_leaves_its_counters_as_it_found_them() -> None:
-    session = Session(make(**MOD), "predictor")
+    session = Session(make(**MOD).to(DEVICE), "predictor")
     session.decode(make_tokens(session.model.config, 2).to(DEVICE))
     *_, arrivals, counter = session.step._scratch
     assert arrivals.tolist() == [0] * arrivals.numel()

@@ -32,9 +32,11 @@ from depthmix.kernels.stages import (
     foresee,
     jit,
     load_context,
+    load_decider,
     load_first_tile,
     load_nothing,
     load_tile,
+    mean_square,
     mix_heads,
     project,
     score_token,
@@ -167,6 +169,10 @@ def _decode(
         first, end = share_rows(qkv_cut)
         end = tl.where((target == ready) | (target < 0), 0, end)
         tile = load_tile(w_target, first, end, 0, qkv_cut)
+        if plan.selector == "predictor":
+            w_units = predictor_in + tl.maximum(route, 0) * units * plan.width
+            first, end = share_rows(unit_cut)
+            unit_tile = load_tile(w_units, first, tl.where(route >= 0, end, 0), 0, unit_cut)
         if pending == 1:
             wait(counter, stage * plan.num_programs)
             pending = 0
@@ -183,14 +189,18 @@ def _decode(
                 if (kept == 1) & (forced == 0):
                     # a row for each block: somebody may still be reading the last one's
                     row = foreseen + route * units
-                    w_row = predictor_in + route * units * plan.width
-                    foresee(w_row, x, row, unit_cut)
+                    square = mean_square(x, None, unit_cut)
+                    foresee(unit_tile, w_units, x, square, row, unit_cut)
                     if target > layer:
                         norm_row = norm_attention + (layer_64 + 1) * plan.width
-                        project(tile, w_target, x, norm_row, qkv, eps, qkv_cut)
+                        project(tile, w_target, x, square, norm_row, qkv, eps, qkv_cut)
                         ready = target
                     stage += 1
                     arrive(counter)
+                    out_row = predictor_out + route * units
+                    weight_P, bias = load_decider(
+                        out_row, predictor_bias + route, units, plan.predictor_block
+                    )
                     if target > layer:
                         # what is stored already waits for nobody either
                         length_next = tl.load(lengths + (layer_64 + 1) * lengths_stride)
@@ -199,8 +209,7 @@ def _decode(
                             key_pages, value_pages, pages_next, length_next, heads
                         )
                     wait(counter, stage * plan.num_programs)
-                    out_row = predictor_out + route * units
-                    kept = decide(row, out_row, predictor_bias + route, units, plan.predictor_block)
+                    kept = decide(row, weight_P, bias, units, plan.predictor_block)
             alive = kept
             if program == 0:
                 tl.store(taken + route, kept)
@@ -218,7 +227,8 @@ def _decode(
                 if target != layer:
                     tile = load_first_tile(w_layer, qkv_cut)
                 norm_row = norm_attention + layer_64 * plan.width
-                project(tile, w_layer, x, norm_row, qkv, eps, qkv_cut)
+                square = mean_square(x, None, qkv_cut)
+                project(tile, w_layer, x, square, norm_row, qkv, eps, qkv_cut)
                 stage += 1
                 arrive(counter)
                 key, value = load_context(key_pages, value_pages, pages, length, heads)
@@ -279,7 +289,7 @@ def _decode(
     head_tile = load_first_tile(head, head_cut)
     if pending == 1:
         wait(counter, stage * plan.num_programs)
-    project(head_tile, head, x, norm, logits, eps, head_cut)
+    project(head_tile, head, x, mean_square(x, None, head_cut), norm, logits, eps, head_cut)
     # the last to come here leaves the counters as the next launch needs them: all have passed
     # every barrier, so nobody looks at them any more
     tl.debug_barrier()
@@ -342,7 +352,7 @@ class Tuning(NamedTuple):
     """Of a thread: with all of them, two programs of four warps fit on a processor."""
     tile: int = 16384
     """Elements of a weight tile: at 4 warps and 16,384 of bf16, 64 registers of a thread."""
-    min_columns: int = 1024
+    min_columns: int = 2048
     """Columns of a tile, where rows are that long; fewer rows a program make it wider."""
     chunk: int = 32
     """Tokens that attention reads at a time."""
@@ -363,15 +373,16 @@ def cut_matrix(
     return Cut(num_rows, width, rows, columns, partner, tuning.num_programs, step, padded, pack)
 
 
-def choose_tuning(device: torch.device, width: int) -> Tuning:
+def choose_tuning(device: torch.device, width: int, num_heads: int) -> Tuning:
     """What was fastest on an H200 (results/decode.md); one program in the interpreter."""
     if device.type != "cuda":
         # programs come one after another there, so a second one would be waited for in vain
         return Tuning(num_programs=1)
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    if width < 2048:
-        return Tuning(2 * num_processors, max_splits=32)
-    return Tuning(2 * num_processors)
+    num_programs = 2 * num_processors
+    # no program has a second head to attend with while others have none
+    splits = triton.next_power_of_2(max(1, num_programs // num_heads) + 1) // 2
+    return Tuning(num_programs, chunk=32 if width >= 2048 else 16, max_splits=min(splits, 64))
 
 
 class DecodeStep:
@@ -394,7 +405,7 @@ class DecodeStep:
         device = weights.embedding.device
         self.weights, self.rules = weights, rules
         self.key_pages, self.value_pages = key_pages, value_pages
-        self.tuning = tuning or choose_tuning(device, weights.embedding.shape[1])
+        self.tuning = tuning or choose_tuning(device, weights.embedding.shape[1], rules.num_heads)
         _check(weights, rules, key_pages, value_pages, self.tuning)
         self.plan = make_plan(weights, rules, key_pages, self.tuning)
         plan = self.plan

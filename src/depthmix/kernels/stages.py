@@ -130,14 +130,14 @@ def _load_vector(x, x_more, norm, column, cut: tl.constexpr):
 
 
 @jit
-def _invert_rms(x, x_more, eps, cut: tl.constexpr):
-    """One over the root mean square of x + x_more."""
+def mean_square(x, x_more, cut: tl.constexpr):
+    """The mean square of x + x_more, of which a norm is made."""
     columns: tl.constexpr = cut.columns
     square = tl.zeros((columns,), dtype=tl.float32)
     for column in range(0, cut.padded, columns):
         vector = _load_vector(x, x_more, None, column, cut)
         square += vector * vector
-    return tl.rsqrt(tl.sum(square) / cut.width + eps)
+    return tl.sum(square) / cut.width
 
 
 @jit
@@ -225,11 +225,11 @@ def _gelu(x):
 
 
 @jit
-def project(tile, weight, x, norm, out, eps, cut: tl.constexpr):
+def project(tile, weight, x, square, norm, out, eps, cut: tl.constexpr):
     """This program's rows of weight · norm(x): queries, keys and values, or logits."""
     first, end = share_rows(cut)
     vector = _load_vector(x, None, norm, 0, cut)
-    scale = _invert_rms(x, None, eps, cut)
+    scale = tl.rsqrt(square + eps)
     for row in range(first, end, cut.step):
         total, tile, vector = _sum_rows(tile, vector, weight, row, end, x, None, norm, cut)
         place = row + tl.arange(0, cut.step)
@@ -237,12 +237,11 @@ def project(tile, weight, x, norm, out, eps, cut: tl.constexpr):
 
 
 @jit
-def foresee(weight, x, out, cut: tl.constexpr):
+def foresee(tile, weight, x, square, out, cut: tl.constexpr):
     """This program's hidden units of the predictor: gelu(weight · x / rms(x))."""
     first, end = share_rows(cut)
-    tile = load_tile(weight, first, end, 0, cut)
     vector = _load_vector(x, None, None, 0, cut)
-    scale = _invert_rms(x, None, ROUTER_EPS, cut)
+    scale = tl.rsqrt(square + ROUTER_EPS)
     for row in range(first, end, cut.step):
         total, tile, vector = _sum_rows(tile, vector, weight, row, end, x, None, None, cut)
         total = _gelu(total * scale)
@@ -251,13 +250,19 @@ def foresee(weight, x, out, cut: tl.constexpr):
 
 
 @jit
-def decide(foreseen, weight, bias, num_units: tl.constexpr, block: tl.constexpr):
+def load_decider(weight, bias, num_units: tl.constexpr, block: tl.constexpr):
+    """What the predictor sums its hidden units with."""
+    unit = tl.arange(0, block)
+    weight_P = tl.load(weight + unit, mask=unit < num_units, other=0.0).to(tl.float32)
+    return weight_P, tl.load(bias).to(tl.float32)
+
+
+@jit
+def decide(foreseen, weight_P, bias, num_units: tl.constexpr, block: tl.constexpr):
     """1 where the predictor's logit is positive."""
     unit = tl.arange(0, block)
-    inside = unit < num_units
-    value = tl.load(foreseen + unit, mask=inside, other=0.0, cache_modifier=".cg")
-    logit = tl.sum(value * tl.load(weight + unit, mask=inside, other=0.0).to(tl.float32))
-    return (logit + tl.load(bias).to(tl.float32) > 0).to(tl.int32)
+    value = tl.load(foreseen + unit, mask=unit < num_units, other=0.0, cache_modifier=".cg")
+    return (tl.sum(value * weight_P) + bias > 0).to(tl.int32)
 
 
 @jit
@@ -277,7 +282,7 @@ def activate(tile, weight, x, update, norm, hidden, eps, cut: tl.constexpr):
     step: tl.constexpr = cut.step
     first, end = share_rows(cut)
     vector = _load_vector(x, update, norm, 0, cut)
-    scale = _invert_rms(x, update, eps, cut)
+    scale = tl.rsqrt(mean_square(x, update, cut) + eps)
     for row in range(first, end, cut.step):
         total, tile, vector = _sum_rows(tile, vector, weight, row, end, x, update, norm, cut)
         total *= scale
