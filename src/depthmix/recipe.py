@@ -65,6 +65,9 @@ class Recipe:
     """Type of the matrix products; weights are float32. auto is bfloat16 on a GPU, else float32."""
     compile: bool | None = None
     """Use torch.compile. Empty means: on a GPU."""
+    compile_blocks: bool = False
+    """Compile block by block and not the model as a whole: equal blocks are compiled once, so a
+    short run starts much sooner; its steps are a little slower."""
     cuda_graph: bool | None = None
     """Replay a whole step as one CUDA graph. Empty means: on one GPU with AdamW."""
     checkpoint_activations: bool = False

@@ -331,8 +331,6 @@ def test_an_error_of_one_rank_ends_the_other(pair: Pair) -> None:
     assert RunDir.open(pair.root / "broken").read_json("status.json")["state"] == "failed"
 
 
-# torch's tracing looks at what enters a layer
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.compile
 def test_every_layer_is_compiled_once() -> None:
     # more layers of different capacities than torch compiles one piece of code for

@@ -112,8 +112,6 @@ def test_what_eager_layers_save(name: str, precision: torch.dtype) -> None:
     assert 0.97 < estimate / measured < 1.04
 
 
-# torch's tracing looks at what enters a layer
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.compile
 @pytest.mark.parametrize("name", ["dense", "qk_norm", "mod", "mod_kv", "experts_mod"])
 def test_what_compiled_layers_save(name: str) -> None:

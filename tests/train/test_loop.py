@@ -329,3 +329,33 @@ def test_muon_is_for_one_process(data: Path) -> None:
         Trainer(make_run(batch_size=6, accumulate=2), Corpus.open(data), several)
     with pytest.raises(ValueError, match=r"train\.cuda_graph = true needs a GPU"):
         Trainer(make_run(cuda_graph=True), Corpus.open(data), WORLD)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("blocks", [False, True], ids=["whole", "blocks"])
+def test_what_is_compiled(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: bool
+) -> None:
+    compiled: list[torch.nn.Module] = []
+
+    def spy(module: torch.nn.Module, **_: Any) -> torch.nn.Module:
+        compiled.append(module)
+        return module
+
+    monkeypatch.setattr(torch, "compile", spy)
+    monkeypatch.setattr(torch.nn.Module, "compile", spy)
+    trainer = make_trainer(make_run(compile=True, compile_blocks=blocks), data, tmp_path / "run")
+    assert compiled == (list(trainer.model.layers) if blocks else [trainer.root])
+
+
+@pytest.mark.compile
+def test_compiled_blocks_learn_the_same(data: Path, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    for name, recipe in (("eager", {}), ("blocks", {"compile": True, "compile_blocks": True})):
+        train(make_trainer(make_run(steps=3, log_every=1, **recipe), data, tmp_path / name))
+    losses = [
+        [record["loss"] for record in RunDir.open(tmp_path / name).read_metrics("train")]
+        for name in ("eager", "blocks")
+    ]
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

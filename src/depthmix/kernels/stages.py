@@ -331,7 +331,8 @@ def _turn(head, phase, norm, layer, eps, width: tl.constexpr):
 @jit
 def _split_context(num_tokens, heads: tl.constexpr):
     """Number of parts of the context, none of them empty, and the tokens of each."""
-    unit: tl.constexpr = max(1, heads.chunk // 4)
+    # whole quarters of a chunk
+    unit = (heads.chunk + 3) // 4
     span = tl.cdiv(tl.cdiv(num_tokens, heads.max_splits), unit) * unit
     return tl.cdiv(num_tokens, span), span
 

@@ -79,24 +79,24 @@ class Trainer:
         compiled = device.type == "cuda" if recipe.compile is None else recipe.compile
         if recipe.checkpoint_activations:
             parallel.checkpoint_activations(self.model)
-        if world.size > 1:
-            if compiled:
-                parallel.compile_layers(self.model)
+        alone = world.size == 1
+        whole = compiled and alone and not recipe.compile_blocks
+        if compiled and not whole:
+            parallel.compile_layers(self.model)
+        if not alone:
             mesh = parallel.make_mesh(world.size, device.type, recipe.shard_size)
             parallel.shard_model(self.root, mesh, self.precision)
         parallel.allocate(self.root, device, recipe.seed)
-        # the same weights on every process, and from here on a stream of random numbers for each
+        # the same weights on every process, and from here on random numbers of its own
         seed_rng(recipe.seed, world.rank, 0)
-        graph = recipe.cuda_graph
-        if graph is None:
-            alone = device.type == "cuda" and world.size == 1
-            graph = alone and compiled and recipe.optimizer == "adamw"
+        can_record = alone and compiled and device.type == "cuda" and recipe.optimizer == "adamw"
+        graph = can_record if recipe.cuda_graph is None else recipe.cuda_graph
         self.optimizers = make_optimizers(self.model, recipe, capturable=graph)
         self.step = TrainStep(
             self.model,
             self.optimizers,
             precision=self.precision,
-            compile=compiled and world.size == 1,
+            compile=whole,
             cuda_graph=graph,
             clip=recipe.clip,
             accumulate=recipe.accumulate,

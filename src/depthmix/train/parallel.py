@@ -6,6 +6,7 @@ nothing of data, losses or optimisers.
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -169,7 +170,9 @@ def choose_shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
 
 
 def compile_layers(model: Transformer, backend: Any = "inductor") -> None:
-    """Compile each layer on its own: sharding acts between them."""
+    """Compile each layer on its own: sharding acts between them, and equal ones share a graph."""
+    # torch's own tracing looks at the gradient of what enters a layer, and warns itself
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     # layers share their code, and past torch's limit of 8 the rest would run uncompiled: a graph
     # for each capacity, in training and under each selector of a validation
     config, num_graphs = torch._dynamo.config, 8 * len(model.layers)
