@@ -2,6 +2,7 @@
 
     python benchmarks/decode_kernel.py                  # both shapes, dense and MoD, all settings
     python benchmarks/decode_kernel.py --barriers       # microseconds of a barrier
+    python benchmarks/decode_kernel.py --paged          # the attention of a batch of 64 rows
 
 Needs a GPU. Times are medians of 200 replays of a CUDA graph that holds the kernel and the choice
 of the best token, 1,152 tokens into a sequence, with one and with two routed blocks taken. Most of
@@ -11,7 +12,7 @@ the run is compiling: about five seconds a setting.
 import argparse
 import statistics
 import sys
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 import triton
@@ -19,6 +20,7 @@ import triton.language as tl
 from decode_models import ROUTING, SHAPES, make_config
 
 from depthmix.infer.single import stack_weights
+from depthmix.kernels import paged_triton
 from depthmix.kernels.decode import DecodeStep, Rules, Tuning
 from depthmix.kernels.stages import arrive, wait
 from depthmix.nn import Transformer
@@ -110,6 +112,28 @@ def time_barriers(num_processors: int) -> None:
             print(f"{programs} programs of {warps} warps, {what}: {min(times):.2f} µs")
 
 
+def time_paged(num_tokens: int) -> None:
+    """Attention of 64 rows over so many tokens each, by settings."""
+    num_rows, num_heads, width = 64, 16, 128
+    shape = (num_rows * (num_tokens // PAGE + 1), num_heads, PAGE, width)
+    pages = [torch.randn(shape, device="cuda").bfloat16().transpose(0, 1) for _ in range(2)]
+    table = torch.randperm(shape[0], device="cuda").view(num_rows, -1).int()
+    new = torch.randn((3, num_rows, num_heads, width), device="cuda").bfloat16()
+    row = torch.arange(num_rows, device="cuda")
+    lengths = torch.full((num_rows,), num_tokens - 1, device="cuda").int()
+
+    def attend() -> None:
+        # each call counts the new token, and one is to be as the other
+        paged_triton.attend_pages(*new, row, row, *pages, table, lengths.clone())
+
+    for tokens, stages in product((16, 32), (1, 2, 3, 4)):
+        paged_triton.BLOCK_TOKENS_ALONE, paged_triton.NUM_STAGES_ALONE = tokens, stages
+        us = 1e3 * triton.testing.do_bench_cudagraph(attend)
+        speed = 4 * num_rows * num_heads * num_tokens * width / us / 1e6
+        settings = f"{num_tokens} tokens, blocks of {tokens}, {stages} stages"
+        print(f"{settings}: {us:.1f} µs, {speed:.2f} TB/s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -117,10 +141,15 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["small", "large"])
     parser.add_argument("--model", nargs="+", choices=ROUTING, default=list(ROUTING))
     parser.add_argument("--barriers", action="store_true", help="time barriers and nothing else")
+    parser.add_argument("--paged", action="store_true", help="time paged attention and no more")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device is visible to torch: run it on a GPU")
     num_processors = torch.cuda.get_device_properties(0).multi_processor_count
+    if args.paged:
+        time_paged(2176)
+        time_paged(2176 // 8)
+        return
     if args.barriers:
         time_barriers(num_processors)
         return

@@ -15,6 +15,8 @@ from depthmix.kernels.stages import jit
 PROGRAMS = 1024
 MOST_PARTS = 32
 BLOCK_TOKENS, BLOCK_TOKENS_ALONE = 64, 32
+# blocks of keys and values that are here or under way
+NUM_STAGES_ALONE = 3
 
 
 @jit
@@ -96,6 +98,7 @@ def _attend_alone(
     page_size: tl.constexpr,
     block_tokens: tl.constexpr,
     block_width: tl.constexpr,
+    num_stages: tl.constexpr,
 ):
     """One part of one row's context, for the one query of a key head.
 
@@ -123,7 +126,8 @@ def _attend_alone(
     top = tl.full((block_tokens,), float("-inf"), tl.float32)
     weight = tl.zeros((block_tokens,), tl.float32)
     sums = tl.zeros((block_tokens, block_width), tl.float32)
-    for first in range(start, stop, block_tokens):
+    # said aloud: where there is no matrix product, Triton fetches ahead only when it is told to
+    for first in tl.range(start, stop, block_tokens, num_stages=num_stages):
         slot = first + tl.arange(0, block_tokens)
         real = slot < stop
         page = tl.load(pages + slot // page_size, mask=real, other=0).to(tl.int64)
@@ -324,7 +328,8 @@ def attend_pages(
     )
     grid = (num_places, num_groups, num_parts)
     if heads_each == 1:
-        _attend_alone[grid](*arguments, BLOCK_TOKENS_ALONE, block_width, num_warps=4)
+        sizes = (BLOCK_TOKENS_ALONE, block_width, NUM_STAGES_ALONE)
+        _attend_alone[grid](*arguments, *sizes, num_warps=4)
     else:
         # a matrix product takes no fewer than 16 rows
         block_heads = max(16, triton.next_power_of_2(heads_each))
