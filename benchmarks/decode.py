@@ -81,11 +81,12 @@ def prepare_at_rate(
     Calibration over many sequences is not enough: decisions in one sequence lean the same way,
     and a single one was seen to take between 4 and 23 % where the average was right.
     """
-    for left in reversed(range(MAX_CORRECTIONS + 1)):
+    # compiling takes half a minute and pays where there are many rows
+    compile = batch > 1 and num_steps > 64
+    for left in reversed(range(MAX_CORRECTIONS + 1 if model.config.routed_layers else 0)):
         # the same prompt again, if it is drawn at random
         torch.manual_seed(0)
-        # a compiled step takes a minute to make and pays where there are many rows
-        step = prepare_decode(model, batch, context, compile=batch > 1 and num_steps > 64)
+        step = prepare_decode(model, batch, context)
         shares = measure_shares(step, num_steps)
         if shares is None:
             break
@@ -94,6 +95,9 @@ def prepare_at_rate(
         if abs(mean - capacity) <= SHARE_TOLERANCE or not left:
             break
         correct_biases(model, shares, capacity, batch * num_steps)
+    if compile or not model.config.routed_layers:
+        torch.manual_seed(0)
+        step = prepare_decode(model, batch, context, compile=compile)
     return step
 
 
