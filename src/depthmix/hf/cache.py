@@ -19,6 +19,8 @@ class PastLayer:
     """What both kinds of layers share: stored tokens, and how many each row has seen."""
 
     compact: bool
+    keys: Tensor | None
+    values: Tensor | None
     store: LayerCache | None = None
     counts: Int[Tensor, " B"] | None = None
     """Tokens that each row has seen, stored or not; padding is none."""
@@ -175,7 +177,7 @@ class StaticPastLayer(PastLayer, StaticLayer):
     def see(self, num_rows: int, num_tokens: int, present: Tensor | None, device: object) -> None:
         """Count the tokens of a forward pass, whoever of them will be stored."""
         super().see(num_rows, num_tokens, present, device)
-        self.cumulative_length.add_(num_tokens)
+        self.cumulative_length.add_(num_tokens)  # pyrefly: ignore[missing-attribute]
 
     def make_counts(self, num_rows: int, device: object) -> None:
         """Begin with rows that have seen nothing."""
@@ -208,7 +210,7 @@ class StaticPastLayer(PastLayer, StaticLayer):
 
     def reset(self) -> None:
         """Begin again, in the same memory."""
-        self.cumulative_length.zero_()
+        self.cumulative_length.zero_()  # pyrefly: ignore[missing-attribute]
         if self.counts is not None:
             self.counts.zero_()
         if self.store is not None:

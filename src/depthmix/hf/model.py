@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -28,7 +28,7 @@ from depthmix.nn.transformer import Hidden, choose_selector
 IGNORE = -100
 
 # what a saved folder brings along for `trust_remote_code=True`
-STUB_TEXT = '''"""Opens this model with the installed depthmix package: pip install 'depthmix[hf]'."""
+STUB_TEXT = '''"""Opens this model with the installed package: pip install 'depthmix[hf]'."""
 
 from depthmix.hf import DepthmixConfig, DepthmixForCausalLM
 
@@ -51,8 +51,8 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _can_compile_fullgraph = True
-    _no_split_modules: ClassVar[list[str]] = ["Block", "MixtureOfDepths"]
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"model.head.weight": "model.embedding.weight"}
+    _no_split_modules = ["Block", "MixtureOfDepths"]  # noqa: RUF012
+    _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
 
     def __init__(self, config: DepthmixConfig) -> None:
         super().__init__(config)
@@ -64,16 +64,14 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
         """As transformers does, but from safetensors only and with every weight accounted for."""
         options = {**options, "use_safetensors": True, "output_loading_info": True}
-        model, info = super().from_pretrained(*args, **options)
-        kinds = {"missing": "missing_keys", "unknown": "unexpected_keys"}
+        loaded: Any = super().from_pretrained(*args, **options)
+        model, info = loaded
+        kinds = {"missing": "missing_keys", "not the model's": "unexpected_keys"}
         kinds["of another shape"] = "mismatched_keys"
-        told = [
-            f"{', '.join(sorted(map(_name_key, info[kind])))} {'is' if len(info[kind]) == 1 else 'are'} {word}"
-            for word, kind in kinds.items()
-            if info.get(kind)
-        ]
+        named = {word: sorted(map(_name_key, info.get(kind, ()))) for word, kind in kinds.items()}
+        told = [f"{word}: {', '.join(names)}" for word, names in named.items() if names]
         if told:
-            raise ValueError(f"the weights do not fit the configuration: {'; '.join(told)}")
+            raise ValueError(f"the weights do not fit the configuration; {'; '.join(told)}")
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
@@ -97,7 +95,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
         """The table of tokens' vectors."""
         return self.model.embedding
 
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
+    def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace it."""
         self.model.embedding = value
 

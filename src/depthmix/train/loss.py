@@ -1,4 +1,4 @@
-"""The language model's loss, as a pure function of outputs; the routing losses beside it are nn's."""
+"""The language model's loss, as a pure function of outputs; the routing losses are those of nn."""
 
 from jaxtyping import Float, Int
 from torch import Tensor
