@@ -21,11 +21,13 @@ from transformers.utils.generic import can_return_tuple
 
 from depthmix.hf.cache import PastTokens
 from depthmix.hf.config import STUB, DepthmixConfig
-from depthmix.nn import Transformer
+from depthmix.nn import MixtureOfDepths, Transformer
+from depthmix.nn.layers import Linear
 from depthmix.nn.losses import routing_loss
 from depthmix.nn.transformer import Hidden, choose_selector
 
 IGNORE = -100
+ALIGNMENT = 64
 
 # what a saved folder brings along for `trust_remote_code=True`
 STUB_TEXT = '''"""Opens this model with the installed package: pip install 'depthmix[hf]'."""
@@ -72,6 +74,10 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
         told = [f"{word}: {', '.join(names)}" for word, names in named.items() if names]
         if told:
             raise ValueError(f"the weights do not fit the configuration; {'; '.join(told)}")
+        for weight in model.parameters():
+            # where a file has put it, a product may round otherwise than in memory of torch's own
+            if weight.device.type == "cpu" and weight.data_ptr() % ALIGNMENT:
+                weight.data = weight.data.clone()
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
@@ -106,6 +112,12 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         """Replace it."""
         self.model.head = new_embeddings
+
+    def resize_token_embeddings(self, *args: Any, **options: Any) -> nn.Embedding:
+        """As transformers does."""
+        resized = super().resize_token_embeddings(*args, **options)
+        self.model.config = self.config.to_model_config()
+        return resized
 
     def _set_gradient_checkpointing(
         self,
@@ -170,6 +182,8 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
         past: Cache | None,
     ) -> Hidden:
         config, selector = self.model.config, self.config.selector
+        if config.routing.kv_capacity is not None:
+            self._refuse_adapters()
         cache = None if past is None else PastTokens(past, config, tokens.device)
         documents = None
         if mask is not None:
@@ -184,6 +198,15 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.compute_hidden(
             tokens, selector=selector, document_ids=documents, cache=cache
         )
+
+    def _refuse_adapters(self) -> None:
+        """Decoupled routing takes the two halves of a matrix, which would pass an adapter by."""
+        for layer in self.model.layers:
+            if isinstance(layer, MixtureOfDepths) and type(layer.block.attention.w_qk) is not Linear:
+                raise ValueError(
+                    "with routing.kv_capacity w_qk cannot have an adapter: leave it out of "
+                    "target_modules"
+                )
 
     def _weigh_routing_loss(
         self, hidden: Hidden, labels: Tensor, num_items: int | Tensor | None
