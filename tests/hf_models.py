@@ -1,5 +1,7 @@
 """Models of `variants` as transformers has them; asserts nothing."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,9 +9,11 @@ from depthmix.hf import DepthmixConfig, DepthmixForCausalLM
 from variants import make_config, make_model
 
 
-def make_hf_model(name: str, *, dtype: torch.dtype = torch.float64) -> DepthmixForCausalLM:
+def make_hf_model(
+    name: str, *, dtype: torch.dtype = torch.float64, **overrides: Any
+) -> DepthmixForCausalLM:
     """A variant in evaluation mode, with a selector where it has no causal head."""
-    config = make_config(name)
+    config = make_config(name, **overrides)
     selector = "all" if config.routing.strategy == "stochastic" else None
     model = DepthmixForCausalLM(DepthmixConfig.from_model_config(config, selector=selector))
     model.model = make_model(config, dtype=dtype)

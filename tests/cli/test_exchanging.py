@@ -41,7 +41,9 @@ def test_a_run_goes_out_and_comes_back(
     with torch.no_grad():
         logits = native(tokens, selector="predictor").logits
         assert torch.equal(exported(tokens).logits, logits)
-        assert torch.equal(load_model(tmp_path / "run")(tokens, selector="predictor").logits, logits)
+        assert torch.equal(
+            load_model(tmp_path / "run")(tokens, selector="predictor").logits, logits
+        )
 
     # and so is the text, which the other verbs write and read
     capsys.readouterr()

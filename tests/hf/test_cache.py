@@ -65,7 +65,10 @@ def test_a_routed_block_stores_its_routed_tokens_only() -> None:
     cache = make_cache(model, "dynamic")
     feed(model, cache, ids, mask, [12, *[1] * 8])
     kept = [
-        [int((routing.slot >= 0).sum()) for routing in model.model(row[None], selector="predictor")[1]]
+        [
+            int((routing.slot >= 0).sum())
+            for routing in model.model(row[None], selector="predictor")[1]
+        ]
         for row in rows
     ]
     assert any(0 < count < 20 for counts in kept for count in counts)

@@ -142,6 +142,7 @@ def test_the_stub_opens_a_folder_for_those_who_trust_it(tmp_path: Path) -> None:
     script = f"""
 import os, torch
 os.environ["HF_MODULES_CACHE"] = {str(tmp_path / "modules")!r}
+os.environ["HF_HUB_OFFLINE"] = "1"
 from transformers import AutoModelForCausalLM
 folder = {str(tmp_path / "saved")!r}
 try:
@@ -226,7 +227,9 @@ def test_in_training_the_loss_holds_the_routing_losses(name: str) -> None:
     found.loss.backward()
     loss.backward()
     for weight, gradient in gradients_of(native).items():
-        torch.testing.assert_close(gradients_of(model.model)[weight], gradient, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(
+            gradients_of(model.model)[weight], gradient, rtol=1e-4, atol=1e-7
+        )
 
 
 def test_in_evaluation_the_loss_is_the_language_models_alone() -> None:
