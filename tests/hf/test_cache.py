@@ -11,7 +11,7 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.cache_utils import Cache
 
 from depthmix.hf import DepthmixForCausalLM
-from depthmix.hf.cache import DynamicPastLayer, PastLayer
+from depthmix.hf.cache import DynamicPastLayer
 from hf_models import make_hf_model, pad_left
 from variants import NAMES, make_tokens
 
@@ -19,7 +19,7 @@ NAMES_HERE = ("mod", "mod_kv", "early_exit")
 MODELS = {name: make_hf_model(name) for name in NAMES_HERE}
 
 
-def make_cache(model: DepthmixForCausalLM, kind: str) -> Cache:
+def make_cache(model: DepthmixForCausalLM, kind: str) -> Any:
     if kind == "dynamic":
         return DynamicCache(config=model.config)
     return StaticCache(config=model.config, max_cache_len=24)
@@ -80,6 +80,7 @@ def test_a_routed_block_stores_its_routed_tokens_only() -> None:
         assert (0 if layer.store is None else layer.num_stored) == max(counts)
         if layer.store is not None:
             assert layer.store.lengths.tolist() == counts
+            assert layer.keys is not None
             assert layer.keys.shape[-2] == max(counts)
 
 
@@ -172,9 +173,7 @@ def test_a_static_cache_is_reordered_and_reset_in_its_own_memory() -> None:
     ids = make_tokens(model.model.config, 3, 10)
     ones = torch.ones_like(ids)
     model(ids[:, :8], past_key_values=cache)
-    layer = cache.layers[1]
-    assert isinstance(layer, PastLayer)
-    assert layer.store is not None
+    layer: Any = cache.layers[1]
     places = [t.data_ptr() for t in (layer.store.key, layer.store.lengths, layer.counts)]
     cache.reorder_cache(torch.tensor([2, 0, 0]))
     found = model(ids[:, 8:], past_key_values=cache).logits

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_the_type_of_the_weights_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_begins_a_document_as_sampling_does(exported: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(exported)
+    tokenizer: Any = AutoTokenizer.from_pretrained(exported)
     native = load_tokenizer(exported)
     sampler = Sampler(load_exported(exported).model, Vocabulary(native, 0))
     for text in TEXTS:
@@ -67,7 +68,7 @@ def test_the_tokenizer_begins_a_document_as_sampling_does(exported: Path) -> Non
 
 def test_transformers_writes_what_the_engine_writes(exported: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(exported)
+    tokenizer: Any = AutoTokenizer.from_pretrained(exported)
     assert model.generation_config.eos_token_id == 0
     batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
     assert (batch.attention_mask == 0).any()

@@ -112,7 +112,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(
 def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
     make_hf_model("mod").save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path, tied_head=False)
-    with pytest.raises(ValueError, match="missing: model.head.weight"):
+    with pytest.raises(ValueError, match=r"missing: model\.head\.weight"):
         AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
 
 
@@ -196,7 +196,7 @@ def test_pushing_uploads_what_saving_writes(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_configuration_may_name_another_selector() -> None:
     model, tokens = make_hf_model("mod"), make_tokens(make_config("mod"), 2, 12)
     with torch.no_grad():
-        found = {None: model(tokens).logits}
+        found: dict[str | None, Tensor] = {None: model(tokens).logits}
         for selector in ("predictor", "router", "topk", "all"):
             model.config.selector = selector
             found[selector] = model(tokens).logits

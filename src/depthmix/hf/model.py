@@ -201,12 +201,12 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _refuse_adapters(self) -> None:
         """Decoupled routing takes the two halves of a matrix, which would pass an adapter by."""
-        for layer in self.model.layers:
-            if isinstance(layer, MixtureOfDepths) and type(layer.block.attention.w_qk) is not Linear:
-                raise ValueError(
-                    "with routing.kv_capacity w_qk cannot have an adapter: leave it out of "
-                    "target_modules"
-                )
+        routed = (layer for layer in self.model.layers if isinstance(layer, MixtureOfDepths))
+        if any(type(layer.get_submodule("block.attention.w_qk")) is not Linear for layer in routed):
+            raise ValueError(
+                "with routing.kv_capacity w_qk cannot have an adapter: leave it out of "
+                "target_modules"
+            )
 
     def _weigh_routing_loss(
         self, hidden: Hidden, labels: Tensor, num_items: int | Tensor | None
