@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from depthmix.hf.cache import PastTokens
@@ -39,10 +39,16 @@ __all__ = ["DepthmixConfig", "DepthmixForCausalLM"]
 
 
 @dataclass
-class DepthmixOutput(CausalLMOutputWithPast):
+class DepthmixOutput(ModelOutput):
     """What the model returns."""
 
-    routing_loss: Tensor | None = None
+    loss: Float[Tensor, ""] | None = None
+    """With labels: nats a token."""
+    logits: Float[Tensor, "B T V"] | None = None
+    """Scores of the next token."""
+    past_key_values: Cache | None = None
+    """The cache that was used, if any."""
+    routing_loss: Float[Tensor, ""] | None = None
     """In training: the share of `loss` that trains routers and predictors."""
 
 
@@ -137,7 +143,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Int[Tensor, "B T"] | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Any = None,
         position_ids: Int[Tensor, "#B T"] | None = None,
         past_key_values: Cache | None = None,
         labels: Int[Tensor, "B T"] | None = None,
@@ -177,7 +183,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
     def _compute_hidden(
         self,
         tokens: Int[Tensor, "B T"],
-        mask: Tensor | None,
+        mask: Any,
         positions: Tensor | None,
         past: Cache | None,
     ) -> Hidden:
@@ -227,7 +233,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _mark_padding(
-    tokens: Int[Tensor, "B T"], mask: Tensor, *, cached: bool
+    tokens: Int[Tensor, "B T"], mask: Any, *, cached: bool
 ) -> Int[Tensor, "B T"] | None:
     """Document 0, and -1 in the padding; None where there is no padding."""
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < tokens.shape[1]:
