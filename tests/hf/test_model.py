@@ -90,7 +90,10 @@ def reshape_one(weights: dict[str, Tensor]) -> None:
     [
         (lose_one, "missing: model.layers.1.decider.router.weight"),
         (add_one, "not the model's: model.layers.9.extra"),
-        (reshape_one, "model.norm.weight"),
+        (
+            reshape_one,
+            "of another shape: model.norm.weight ((31,) for (32,))",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_by_name(
@@ -103,10 +106,9 @@ def test_weights_that_do_not_fit_are_refused_by_name(
     weights = load_file(tmp_path / "model.safetensors")
     change(weights)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises((ValueError, RuntimeError)) as caught:
+    with pytest.raises(ValueError, match="the weights do not fit the configuration") as caught:
         AutoModelForCausalLM.from_pretrained(tmp_path, **options)
-    if change is not reshape_one or options:
-        assert told in str(caught.value)
+    assert told in str(caught.value)
 
 
 def test_an_untied_head_must_be_there(tmp_path: Path) -> None:

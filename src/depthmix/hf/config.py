@@ -72,14 +72,6 @@ class DepthmixConfig(PreTrainedConfig):
         auto_map = {kind: f"{STUB}.{name}" for kind, name in classes.items()}
         return {**super().to_dict(), "auto_map": auto_map}
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        """What is saved: of transformers' own fields those that were changed, of ours all.
-
-        A default that changes in a later release must not change a saved model.
-        """
-        ours = {name: getattr(self, name) for name in (*FIELDS, "selector")}
-        return {**super().to_diff_dict(), **ours}
-
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Nothing: a saved folder imports this package, and carries no copy of it."""

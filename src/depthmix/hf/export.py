@@ -42,7 +42,6 @@ def export_model(
         shell = DepthmixForCausalLM(config)
     # the weights themselves, in their own type: nothing is copied
     shell.model = model
-    shell.config.dtype = model.embedding.weight.dtype
     shell.generation_config = GenerationConfig(
         bos_token_id=end_token, eos_token_id=end_token, pad_token_id=end_token
     )

@@ -71,7 +71,9 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
         """As transformers does, but from safetensors only and with every weight accounted for."""
-        options = {**options, "use_safetensors": True, "output_loading_info": True}
+        # other shapes are told of here, with their names
+        options = {**options, "ignore_mismatched_sizes": True, "use_safetensors": True}
+        options["output_loading_info"] = True
         loaded: Any = super().from_pretrained(*args, **options)
         model, info = loaded
         kinds = {"missing": "missing_keys", "not the model's": "unexpected_keys"}
@@ -273,4 +275,8 @@ def _recompute(
 
 def _name_key(key: Any) -> str:
     """A weight's name; one of another shape comes with its shapes."""
-    return key if isinstance(key, str) else f"{key[0]} ({' for '.join(map(str, key[1:]))})"
+    return (
+        key
+        if isinstance(key, str)
+        else f"{key[0]} ({' for '.join(str(tuple(shape)) for shape in key[1:])})"
+    )
