@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from depthmix.infer import Engine, Event, Sample, SamplingParams
-from depthmix.infer.runner import Done, Work, choose_selector
+from depthmix.infer.runner import Done, Work
 from depthmix.nn import Transformer
+from depthmix.nn.transformer import choose_selector
 from variants import make_config, make_model, make_tokens
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -11,11 +11,21 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli import models, reporting, sampling, scaling, seeing, sweeping, training
+from depthmix.cli import (
+    exchanging,
+    models,
+    reporting,
+    sampling,
+    scaling,
+    seeing,
+    sweeping,
+    training,
+)
 from depthmix.cli.arguments import app
 
 __all__ = [
     "app",
+    "exchanging",
     "main",
     "models",
     "reporting",

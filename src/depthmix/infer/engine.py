@@ -14,12 +14,13 @@ from torch import Tensor
 from depthmix.infer.depth import DepthMeter
 from depthmix.infer.pages import Pages
 from depthmix.infer.results import Event, Finish, Result, Sample, Stats
-from depthmix.infer.runner import Done, Runner, Work, choose_selector
+from depthmix.infer.runner import Done, Runner, Work
 from depthmix.infer.sampling import SamplingParams, make_settings, sample, top_logprobs
 from depthmix.infer.scheduler import Chunk, Scheduler
 from depthmix.infer.text import TextStream
 from depthmix.infer.track import Track
 from depthmix.nn import Transformer
+from depthmix.nn.transformer import choose_selector
 
 # seeds of a request's samples lie this far apart: no two requests' samples meet by counting up
 SEED_STRIDE = 0x5DEECE66D

@@ -24,9 +24,6 @@ from depthmix.kernels import HAS_TRITON
 from depthmix.nn import Transformer
 from depthmix.nn.transformer import Hidden
 
-# the best first
-CAUSAL_SELECTORS = ("predictor", "router", "all")
-
 
 class Work(NamedTuple):
     """A chunk and its tokens."""
@@ -204,21 +201,6 @@ class Runner:
             parts = counts.split([use.num_queries for use in uses])
             found = [total + int(part.sum()) for total, part in zip(found, parts, strict=True)]
         return found
-
-
-def choose_selector(config: ModelConfig, selector: str | None) -> str | None:
-    """The causal selector to generate with: the one asked for, or the best that there is."""
-    fits = [s for s in CAUSAL_SELECTORS if config.find_selector_problem(s) is None]
-    advice = f"use {' or '.join(map(repr, fits))}"
-    if selector == "topk":
-        raise ValueError(f"selector 'topk' looks at tokens that are not written yet: {advice}")
-    if selector is None and config.needs_selector_to_decode:
-        selector = "predictor" if "predictor" in fits else "router"
-    problem = config.find_selector_problem(selector)
-    if problem is not None:
-        # the rest of that sentence is for training, where 'topk' is fine and a head can be added
-        raise ValueError(f"{problem.split(': ')[0]}: {advice}")
-    return selector
 
 
 def find_obstacle(config: ModelConfig) -> str | None:

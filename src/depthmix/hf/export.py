@@ -1,0 +1,115 @@
+"""A trained model ⇄ a folder that transformers opens: configuration, weights, tokenizer.
+
+Weights are safetensors, and nothing in a folder is run when it is read. Knows nothing of where a
+run keeps its files but what `rundir` and `checkpoint` tell.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from depthmix.checkpoint import Checkpoints, collect_tensors
+from depthmix.data.tokenizer import TOKENIZER_FILE, find_end_token, load_tokenizer
+from depthmix.data.writer import hash_file
+from depthmix.hf.config import DepthmixConfig
+from depthmix.hf.model import DepthmixForCausalLM
+from depthmix.nn import Transformer
+from depthmix.recipe import RunConfig
+from depthmix.rundir import RunDir, collect_provenance
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+def export_model(
+    model: Transformer,
+    out: Path,
+    *,
+    tokenizer: "tokenizers.Tokenizer | None" = None,
+    end_token: int | None = None,
+    selector: str | None = None,
+) -> None:
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` open."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"'{out}' is there already: choose another --out")
+    config = DepthmixConfig.from_model_config(model.config, selector=selector)
+    with torch.device("meta"):
+        shell = DepthmixForCausalLM(config)
+    # the weights themselves, in their own type: nothing is copied
+    shell.model = model
+    shell.generation_config = GenerationConfig(
+        bos_token_id=end_token, eos_token_id=end_token, pad_token_id=end_token
+    )
+    logging.disable_progress_bar()
+    shell.save_pretrained(out)
+    if tokenizer is not None:
+        _export_tokenizer(tokenizer, end_token, model.config.max_seq_len, out)
+
+
+def _export_tokenizer(
+    tokenizer: "tokenizers.Tokenizer", end_token: int | None, max_tokens: int, out: Path
+) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    copy, special = Tokenizer.from_str(tokenizer.to_str()), {}
+    if end_token is not None:
+        end = copy.id_to_token(end_token)
+        special = {"bos_token": end, "eos_token": end, "pad_token": end}
+        if copy.post_processor is None:
+            # as a document begins in the training data, and as `depthmix sample` begins
+            copy.post_processor = TemplateProcessing(
+                single=f"{end} $A", special_tokens=[(end, end_token)]
+            )
+    PreTrainedTokenizerFast(
+        tokenizer_object=copy,
+        model_max_length=max_tokens,
+        # a prompt's last token must stand last
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        **special,
+    ).save_pretrained(out)
+
+
+def import_model(folder: Path, out: Path) -> RunDir:
+    """Make a run of an exported folder, with the same weights and tokenizer."""
+    RunDir(out).check_free()
+    model = load_exported(folder)
+    vocabulary, end_token = folder / TOKENIZER_FILE, model.generation_config.eos_token_id
+    if vocabulary.is_file() and end_token is None:
+        end_token = find_end_token(load_tokenizer(vocabulary))
+    data = {"folder": str(folder.resolve()), "hash": None, "end_token": end_token}
+    data["tokenizer_hash"] = hash_file(vocabulary) if vocabulary.is_file() else None
+    config = RunConfig(model=model.config.to_model_config())
+    origin = collect_provenance(seed=0, data=data, device={"kind": "cpu", "processes": 1})
+    run = RunDir.create(out, config.to_toml(), origin)
+    if vocabulary.is_file():
+        shutil.copyfile(vocabulary, out / TOKENIZER_FILE)
+    weights = collect_tensors(model.model, [])["model"]
+    Checkpoints(run.checkpoints, asynchronous=False).save(
+        0, {"model": weights}, {"config": config.to_dict()}
+    )
+    run.write_status("finished", step=0, num_steps=0, loss=None, reason=f"imported from {folder}")
+    return run
+
+
+def load_exported(folder: Path) -> DepthmixForCausalLM:
+    """The model of an exported folder, in its own type; refuses what is none by a sentence."""
+    try:
+        tree = json.loads((folder / "config.json").read_bytes())
+        kind = tree.get("model_type")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ValueError(f"'{folder}' has no config.json: name an exported folder") from error
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"'{folder / 'config.json'}' is not a JSON object: {error}") from error
+    if kind != DepthmixConfig.model_type:
+        raise ValueError(f"'{folder}' holds a model of type '{kind}', not a depthmix model")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"'{folder}' has no weights as safetensors, and others are not read")
+    logging.disable_progress_bar()
+    return DepthmixForCausalLM.from_pretrained(folder, dtype="auto")
