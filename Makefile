@@ -18,13 +18,20 @@ COVERAGE_GATE := src/depthmix/nn/*,src/depthmix/config.py,src/depthmix/fields.py
 COVERAGE_GATE := $(COVERAGE_GATE),src/depthmix/flops.py,src/depthmix/kernels/reference.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format test-gpu coverage clean
+.PHONY: help demo reproduce-smoke test check format test-gpu coverage clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## train a routed model and its dense twin at equal compute
 	$(BIN)/depthmix demo
+
+# Stopped by whatever, the same command goes on.
+SMOKE := runs/reproduce-smoke
+reproduce-smoke: $(STAMP) ## a small isoFLOP comparison on the CPU, and its report
+	$(BIN)/depthmix sweep isoflop --size smoke --jobs 2 --device cpu --out $(SMOKE)
+	$(BIN)/depthmix report $(SMOKE)
+	@echo "the curves are in $(SMOKE)/report/report.html: open it in a browser"
 
 # Twice, because torch.compile(fullgraph=True) fails under jaxtyping's runtime checks, and they make
 # what takes long take three times as long.

@@ -1,6 +1,7 @@
 """The demonstration trains both models at equal compute and reports what it measured."""
 
 import io
+import json
 import re
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from rich.console import Console
 from depthmix import flops
 from depthmix.cli import main
 from depthmix.data.prepare import prepare
-from depthmix.demo import run_demo
+from depthmix.data.shards import Corpus
+from depthmix.demo import read_held_out, run_demo
 from depthmix.presets import load_preset
+from depthmix.rundir import RunDir
 from tiny_runs import write_data
 
 BUDGET = 2e10
@@ -61,12 +64,46 @@ def test_demo_compares_at_equal_compute(model: Path, data: Path, tmp_path: Path)
     assert re.search(rf"by FLOPs +{ratio:.2f} x", printed)
     assert "…" not in printed
     assert (out / "losses.png").read_bytes()[:4] == b"\x89PNG"
-    assert {path.name for path in out.iterdir()} == {"dense", "mod", "losses.png"}
-    # it ends with a text by the routed model, and with the way to more
-    shown, told, more = printed.split("A sample of small-mod")[1].strip().rsplit("\n", 2)
+    pages = {"report", "routing.html"}
+    assert {path.name for path in out.iterdir()} == {"dense", "mod", "losses.png", *pages}
+    # a text by the routed model, and the way to more
+    sample, _, after = printed.split("A sample of small-mod")[1].partition("\n\nThe report")
+    shown, told, more = sample.strip().rsplit("\n", 2)
     assert len(shown.split(":\n", 1)[1].strip()) > 9
     assert re.fullmatch(r"48 tokens, [\d.,]+ tokens/s; [\d.]+% of blocks executed, .* KiB", told)
     assert more == f"more: depthmix sample {routed.folder.path} --color"
+    # it ends with two pages, a sentence each
+    report, routing = after.strip().splitlines()
+    assert report.endswith(f": {out / 'report' / 'report.html'}")
+    assert routing.endswith(f": {out / 'routing.html'}")
+    page = (out / "report" / "report.html").read_text()
+    for name in ("training", "relative-flops", "time"):
+        assert f'<figure id="{name}">' in page
+        assert (out / "report" / f"{name}.png").exists()
+    assert 'id="isoflop"' not in page, "a curve of one size is none"
+    assert f"<td>depthmix report {out}</td>" in page
+    words = (out / "routing.html").read_text()
+    trace = json.loads(words.partition('id="trace">')[2].partition("</script>")[0])
+    assert f"{len(trace['tokens'])} tokens" in routing
+    assert trace["rules"].keys() == {"topk", "causal"}
+    assert trace["origin"]["run"] == str(routed.folder.path)
+    assert "".join(trace["texts"]) == read_held_out(routed.folder)
+
+
+def test_held_out_text_is_of_the_validation_split(data: Path, tmp_path: Path) -> None:
+    corpus = Corpus.open(data)
+    run = RunDir.create(tmp_path / "run", "", {"data": corpus.describe_origin()})
+    decode = corpus.load_tokenizer().decode
+    texts = {}
+    for name in ("train", "val"):
+        split = corpus.split(name)
+        texts[name] = [decode(split.read(i)[:-1].tolist()) for i in range(split.num_documents)]
+    found = read_held_out(run)
+    assert found in texts["val"]
+    assert found not in texts["train"]
+    # the longest there is says most
+    lengths = corpus.split("val").document_lengths
+    assert len(corpus.load_tokenizer().encode(found).ids) == lengths.max() - 1
 
 
 def test_demo_without_a_tokenizer_has_no_sample(model: Path, tmp_path: Path) -> None:
@@ -77,6 +114,9 @@ def test_demo_without_a_tokenizer_has_no_sample(model: Path, tmp_path: Path) -> 
     assert run_demo(Console(file=file, width=80), **options) is not None
     assert "no sample: the data in" in file.getvalue()
     assert "without a tokenizer" in file.getvalue()
+    assert "no routing page: the data in" in file.getvalue()
+    assert not (out / "routing.html").exists()
+    assert (out / "report" / "report.html").exists()
 
 
 def test_demo_needs_a_routed_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The demonstration: a routed model and its dense twin, counted, then trained at equal compute.
 
-Owns what is shown. The training is the ordinary one, on the default corpus, and so is the sampling.
+Owns what is shown. The training is the ordinary one, on the default corpus, and so are sampling,
+report and trace.
 """
 
 import shlex
@@ -12,26 +13,37 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from depthmix.data.shards import Corpus
 from depthmix.describe import describe_model, print_tables
 from depthmix.flops import count_steps
 from depthmix.infer import SamplingParams
 from depthmix.plot import draw_text_plot, plot_losses
 from depthmix.presets import load_model
 from depthmix.recipe import RunConfig
+from depthmix.report import write_report
+from depthmix.report.view import write_page
 from depthmix.rundir import RunDir, name_run
-from depthmix.sampler import open_sampler
+from depthmix.sampler import find_vocabulary, open_sampler
 from depthmix.show import Show
+from depthmix.tracing import trace_run
 from depthmix.train.launch import Plan, launch
 
 FLOPS = 1e13
 PICTURE = "losses.png"
+ROUTING = "routing.html"
 
-# a small batch, because a small budget pays for few steps
-RECIPE = {"train.batch_size": 8, "train.log_every": 5, "train.val_tokens": 16384}
+# a small batch, because a small budget pays for few steps; often enough validated to see a trend
+RECIPE = {
+    **{"train.batch_size": 8, "train.log_every": 5},
+    **{"train.val_tokens": 16384, "train.val_every": 40},
+}
 
 # the same text each time, of a model that is the same each time
 SAMPLING = SamplingParams(max_tokens=48, temperature=0.8, top_p=0.95, seed=0)
 PROMPT = "import"
+
+# of the routing page: more than a window or two is more than anybody reads
+NUM_READ = 500
 
 
 class Trained(NamedTuple):
@@ -108,6 +120,9 @@ def run_demo(
     _say(console, f"the runs: depthmix runs {folder}")
     # of other data nobody knows how a text begins: with nothing
     show_sample(console, routed, PROMPT if data is None else "", device)
+    report = write_report(folder, None, shlex.join(["depthmix", "report", str(folder)]))
+    _say(console, f"\nThe report compares the two runs, with their curves: {report.page}")
+    show_routing(console, routed, folder / ROUTING, device)
     return dense, routed
 
 
@@ -137,6 +152,38 @@ def show_sample(console: Console, run: Trained, prompt: str, device: str | None)
         _say(console, line)
     more = f"--prompt {shlex.quote(prompt)} " if prompt else ""
     _say(console, f"more: depthmix sample {shlex.quote(str(path))} {more}--color")
+
+
+def show_routing(console: Console, run: Trained, page: Path, device: str | None) -> None:
+    """Write the page of a text that the model was not trained on, coloured by depth."""
+    try:
+        words = read_held_out(run.folder)
+        found = trace_run(
+            run.folder, words, text="held-out text", max_tokens=NUM_READ, device=device
+        )
+    except ValueError as error:
+        # data that came as ids has no tokenizer, and some has no validation split
+        _say(console, f"no routing page: {error}")
+        return
+    page.write_text(write_page(found), encoding="utf-8")
+    _say(
+        console,
+        f"The routing page shows {len(found['tokens'])} tokens of held-out text by the routed "
+        f"blocks that each went through: {page}",
+    )
+
+
+def read_held_out(run: RunDir) -> str:
+    """The validation document of a run's data that comes nearest to a page of text."""
+    tokenizer = find_vocabulary(run).tokenizer
+    used = run.read_json("provenance.json")["starts"][-1]["data"]
+    split = Corpus.open(used["folder"]).split("val")
+    if not split.num_documents:
+        raise ValueError(f"the data in {used['folder']} has no validation split")
+    # a text that goes on beyond the page is better than one that ends early
+    number = int((split.document_lengths.clip(max=NUM_READ)).argmax())
+    # the last token is the document's end
+    return tokenizer.decode(split.read(number, 0, NUM_READ + 1)[:-1].tolist())
 
 
 def print_result(console: Console, dense: Trained, routed: Trained) -> None:

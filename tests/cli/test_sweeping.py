@@ -155,13 +155,25 @@ def test_the_default_corpus_is_made_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     made = []
-    monkeypatch.setattr(sweeping, "prepare_once", made.append)
+
+    def prepare_once(vocab_size: int, console: Any) -> Path:
+        made.append(vocab_size)
+        return tmp_path / "corpus"
+
+    monkeypatch.setattr(sweeping, "prepare_once", prepare_once)
     assert main(["sweep", str(plan)]) == 0
-    assert len(made) == 1
+    assert made == [4096]
     _, args = fake.read_calls()[0]
     assert "--data" not in args
     assert "vocab_size=4096" in args
     assert (tmp_path / "runs" / "toy" / "2e8" / "mod").is_dir()
+    # a plan may want fewer ids, and then the runs are told where they are
+    plan.write_text(f"vocab_size = 300\n{PLAN}")
+    assert main(["sweep", str(plan), "--out", str(tmp_path / "few")]) == 0
+    assert made == [4096, 300]
+    _, args = fake.read_calls()[-1]
+    assert args[args.index("--data") + 1] == str(tmp_path / "corpus")
+    assert "vocab_size=300" in args
 
 
 @pytest.mark.parametrize(

@@ -92,10 +92,15 @@ def test_causal_above_topk_in_per_cent(tmp_path: Path) -> None:
     write_run(tmp_path / "dense", DENSE, 3.0)
     assert "causal" not in chart_folder(tmp_path)
     write_run(tmp_path / "mod", MOD, 4.0, causal=4.01)
+    assert "causal" not in chart_folder(tmp_path), "a dot alone says less than the table"
+    write_run(tmp_path / "other", {**MOD, "width": 32}, 5.0, causal=5.1)
     (panel,) = take_panels(chart_folder(tmp_path)["causal"])
     (series,) = take_series(panel, "dots").values()
     assert series.name == "mod"
-    assert series.points[0][:2] == pytest.approx((4.0, 0.25))
+    assert [point[:2] for point in series.points] == [
+        pytest.approx((5.0, 2.0)),
+        pytest.approx((4.0, 0.25)),
+    ]
 
 
 def test_heads_are_those_of_the_best_size(tmp_path: Path) -> None:
@@ -113,9 +118,38 @@ def test_heads_are_those_of_the_best_size(tmp_path: Path) -> None:
     assert [series.name for series in chart.list_legend()] == ["mod: predictor"]
 
 
+def test_a_line_has_more_points_than_one(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "mod", MOD, 3.5, causal=3.5)
+    charts = chart_folder(tmp_path)
+    assert {"heads", "training"} <= charts.keys()
+    metrics = run.path / "metrics.jsonl"
+    last = [line for line in metrics.read_text().splitlines() if '"step": 100' in line]
+    assert len(last) == 2
+    metrics.write_text("\n".join(last) + "\n")
+    assert not {"heads", "training"} & chart_folder(tmp_path).keys()
+
+
+def test_training_is_that_of_the_best_size(tmp_path: Path) -> None:
+    for budget in (1e11, 1e12):
+        place = tmp_path / f"{budget:.0e}"
+        write_run(place / "worse", {**MOD, "width": 32}, 3.6, causal=3.6, budget=budget)
+        for seed in (0, 1):
+            options = {"recipe": {"seed": seed}, "budget": budget}
+            write_run(place / f"best-{seed}", MOD, 3.5, causal=3.5, **options)
+    write_run(tmp_path / "dense", DENSE, 3.7)
+    few, many = take_panels(chart_folder(tmp_path)["training"])
+    assert (few.title, many.title) == ("1e11 training FLOPs", "1e12 training FLOPs")
+    assert [series.name for series in few.series] == ["mod"]
+    assert [series.name for series in many.series] == ["dense", "mod"]
+    points = many.series[1].points
+    assert [point[:2] for point in points] == [(50.0, 5.0), (100.0, 5.0)]
+    assert points[0].tip.startswith("1e+12/best-0\nmod, ")
+    assert points[0].tip.endswith("here 5.000")
+
+
 def test_time_is_in_a_fitting_unit(tmp_path: Path) -> None:
     write_run(tmp_path / "dense", DENSE, 3.0)
-    assert chart_folder(tmp_path) == {}, "one run alone shows nothing"
+    assert chart_folder(tmp_path).keys() == {"training"}, "one run alone has only its own curve"
     run = write_run(tmp_path / "mod", MOD, 4.0, causal=4.01)
     (panel,) = take_panels(chart_folder(tmp_path)["time"])
     assert panel.x_label == "seconds of training"

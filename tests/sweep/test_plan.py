@@ -1,5 +1,8 @@
 """A plan expanded: how many runs, their names, their steps, and all problems at once."""
 
+import dataclasses
+import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -7,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthmix import flops
-from depthmix.sweep.plan import expand_plan, load_plan
+from depthmix.sweep.plan import PlannedRun, expand_plan, load_plan
 from depthmix.sweep.plan_file import read_plan
 from toy_sweeps import TREE
 
@@ -93,7 +96,7 @@ def test_overrides_that_do_not_fit(
 
 @pytest.mark.parametrize(
     ("name", "num_smoke", "num_gpu"),
-    [("isoflop", 12, 54), ("capacity-frequency", 13, 39), ("controls", 6, 42), ("experts", 4, 20)],
+    [("isoflop", 20, 54), ("capacity-frequency", 13, 39), ("controls", 6, 42), ("experts", 4, 20)],
 )
 def test_plans_of_the_package(name: str, num_smoke: int, num_gpu: int) -> None:
     for scale, count, most in (("smoke", num_smoke, 2e13), ("gpu", num_gpu, 1e18)):
@@ -109,11 +112,54 @@ def test_plans_of_the_package(name: str, num_smoke: int, num_gpu: int) -> None:
 def test_isoflop_brackets_its_guesses() -> None:
     plan = load_plan("isoflop", "gpu")
     assert plan.budgets == (1e15, 4e15, 1.6e16)
-    runs = expand_plan(plan)
-    for budget in plan.budgets:
-        for variant in ("dense", "mod"):
-            cell = [run for run in runs if (run.budget, run.variant) == (budget, variant)]
-            sizes = sorted({run.num_parameters for run in cell})
-            (guess,) = {run.num_parameters for run in cell if run.config.train.seed == 2}
-            assert len(sizes) >= 5
-            assert 2 <= sizes.index(guess) <= len(sizes) - 3
+    # the guesses come from measurements with so many ids
+    cells = group_cells(expand_plan(plan, vocab_size=16384))
+    assert len(cells) == 6
+    for cell in cells:
+        costs = [flops.flops_per_token(run.config.model) for run in cell]
+        seeds = [run.config.train.seed for run in cell]
+        guess = costs[seeds.index(2)]
+        # it grows with the square root of the budget
+        expected = 30e6 * math.sqrt(cell[0].budget / 1e16)
+        assert guess == pytest.approx(expected, rel=0.15)
+        costs = sorted(set(costs))
+        # about geometric, and as far down as up
+        assert len(costs) == 7
+        assert costs.index(guess) == 3
+        assert all(1.15 < b / a < 1.8 for a, b in pairwise(costs))
+        assert 0.3 < costs[0] / expected < 0.45
+        assert 2.2 < costs[-1] / expected < 3
+        assert min(run.num_steps for run in cell) >= 400
+
+
+def test_isoflop_smoke_is_small_and_brackets() -> None:
+    plan = load_plan("isoflop", "smoke")
+    # with more ids the head would be most of each model
+    assert plan.vocab_size == 512
+    runs = expand_plan(plan, vocab_size=plan.vocab_size)
+    cells = group_cells(runs)
+    assert len(cells) == 4
+    for cell in cells:
+        sizes = sorted(run.num_parameters for run in cell)
+        assert len(set(sizes)) == 5
+        assert sizes[-1] > 3 * sizes[0]
+        assert min(run.num_steps for run in cell) >= 400
+    # two cores take ten minutes for about so many steps of such models
+    assert sum(run.num_steps for run in runs) < 50_000
+
+
+def group_cells(runs: list[PlannedRun]) -> list[list[PlannedRun]]:
+    """The runs of each budget and variant."""
+    cells: dict[tuple[float, str], list[PlannedRun]] = {}
+    for run in runs:
+        cells.setdefault((run.budget, run.variant), []).append(run)
+    return list(cells.values())
+
+
+@pytest.mark.parametrize("scale", ["smoke", "gpu"])
+def test_isoflop_variants_differ_in_routing_alone(scale: str) -> None:
+    recipes: dict[float, set[str]] = {}
+    for run in expand_plan(load_plan("isoflop", scale)):
+        recipe = dataclasses.replace(run.config.train, seed=0)
+        recipes.setdefault(run.budget, set()).add(str(recipe))
+    assert {len(found) for found in recipes.values()} == {1}

@@ -109,32 +109,23 @@ def trace_run(
     device: str | None = None,
 ) -> dict[str, Any]:
     """Trace a run's model over the text of a file."""
-    from depthmix.rundir import RunDir, collect_provenance
+    from depthmix.rundir import RunDir
 
     # what can be wrong is asked before torch takes its seconds to load
     folder = RunDir.open(run)
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device {device} is neither cpu nor cuda")
     words = read_text(text)
-    import torch
+    from depthmix import tracing
 
-    from depthmix.eval.trace import trace_checkpoint
-    from depthmix.sampler import find_checkpoint, find_vocabulary
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no CUDA device is visible to torch: leave out --device cuda")
-    recipe = folder.read_config().get("train", {})
-    known = collect_provenance(seed=recipe.get("seed", 0), data={}, device={})
-    origin = {"run": str(run), "text": text}
-    origin |= {name: known[name] for name in ("time", "command", "versions", "git")}
-    return trace_checkpoint(
-        find_checkpoint(folder, checkpoint),
-        *find_vocabulary(folder, tokenizer),
+    return tracing.trace_run(
+        folder,
         words,
-        origin=origin,
+        text=text,
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
         max_tokens=max_tokens,
-        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        document_mask=recipe.get("document_mask", True),
+        device=device,
     )
 
 

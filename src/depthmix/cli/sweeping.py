@@ -88,7 +88,7 @@ def sweep(
         raise ValueError(f"--tflops {tflops} must be greater than 0")
     plan = load_plan(names[0], size)
     corpus = data or (Path(plan.data) if plan.data else None)
-    vocab_size = find_vocab_size(corpus)
+    vocab_size = find_vocab_size(corpus, plan.vocab_size)
     runs = expand_plan(plan, overrides, vocab_size=vocab_size)
     check_vocabulary(runs, vocab_size)
     folder = out or Path("runs", "-".join(filter(None, (plan.name, plan.scale))))
@@ -107,7 +107,9 @@ def sweep(
         say(console, f"all {len(runs)} runs are finished: there is nothing left to do; {look}")
         return
     if corpus is None:
-        prepare_once(console)
+        made = prepare_once(vocab_size, console)
+        # a run that is told of no data finds the other one by itself, on any machine
+        corpus = made if plan.vocab_size else None
     options: dict[str, Any] = {"data": corpus, "device": device}
     if slurm:
         from depthmix.sweep.cluster import submit_runs
@@ -137,12 +139,12 @@ def parse_parameters(texts: Sequence[str]) -> dict[str, int | str]:
     return {name: int(value) if value.isdecimal() else value for name, value in pairs}
 
 
-def find_vocab_size(data: Path | None) -> int:
+def find_vocab_size(data: Path | None, default: int | None) -> int:
     """Ids of a prepared folder, or of the default corpus, which need not be there yet."""
     if data is None:
         from depthmix.data.prepare import DEFAULT_VOCAB_SIZE
 
-        return DEFAULT_VOCAB_SIZE
+        return default or DEFAULT_VOCAB_SIZE
     from depthmix.data.shards import Corpus
 
     return Corpus.open(data).vocab_size
@@ -158,13 +160,13 @@ def check_vocabulary(runs: Sequence["PlannedRun"], vocab_size: int) -> None:
             )
 
 
-def prepare_once(console: "Console") -> None:
+def prepare_once(vocab_size: int, console: "Console") -> Path:
     """Make the default corpus before runs that start together would each make it."""
     from depthmix.data.default import prepare_default
     from depthmix.data.progress import show_progress
 
     with show_progress(console) as report:
-        prepare_default(progress=report)
+        return prepare_default(vocab_size, progress=report)
 
 
 def print_plan(

@@ -26,6 +26,7 @@ def list_charts(rows: Sequence[Row], fits: Sequence[Fit]) -> list[Chart]:
     colors = number_colors(rows)
     charts = (
         chart_isoflop(fits, colors),
+        chart_training(fits, colors),
         chart_relative_flops(fits, colors),
         chart_time(rows, colors),
         chart_grid(fits),
@@ -102,6 +103,29 @@ def chart_relative_flops(fits: Sequence[Fit], colors: Colors) -> Chart:
         "Loss against forward FLOPs",
         "The dotted lines cross at the dense optimum of the same budget: runs below the level line"
         " are better, runs left of the other are cheaper to use.",
+        panels,
+    )
+
+
+def chart_training(fits: Sequence[Fit], colors: Colors) -> Chart:
+    """Training loss over the budget, of the best size of each fit."""
+    panels = []
+    for budget in _list_budgets(fits):
+        series = []
+        for fit in (fit for fit in fits if fit.budget == budget):
+            # seeds would hide each other
+            row = fit.best.rows[0]
+            points = [Point(100 * x, y, f"{tell_run(row)}\nhere {y:.3f}") for x, y in row.curve]
+            if len(points) > 1:
+                series.append(Series(fit.variant, colors[fit.variant], "line", points))
+        if series:
+            labels = _tell_budget(budget), "share of the budget spent, %", "training loss"
+            panels.append(Panel(*labels, series))
+    return Chart(
+        "training",
+        "Loss over training",
+        "The best size of each variant, one seed; means over stretches of the run. Routed models"
+        " train by top-k, so this is not the causal loss.",
         panels,
     )
 
@@ -189,8 +213,8 @@ def chart_causal(rows: Sequence[Row], colors: Colors) -> Chart:
         if points:
             series.append(Series(variant, color, "dots", points))
     panels = []
-    if series:
-        xs = [point.x for each in series for point in each.points]
+    xs = [point.x for each in series for point in each.points]
+    if len(xs) > 1:
         zero = Series("", 0, "guide", [Point(min(xs), 0.0), Point(max(xs), 0.0)])
         panels = [Panel("", "top-k loss", "causal above top-k loss, %", [zero, *series])]
     return Chart(
@@ -215,6 +239,8 @@ def chart_heads(fits: Sequence[Fit], colors: Colors) -> Chart:
                         Point(100 * x, y, f"{tell_run(row)}\n{head.name} {part} {y:.3f}")
                         for x, y in getattr(head, part)
                     ]
+                    if len(points) < 2:
+                        continue
                     # each name once; what comes again is another seed or budget
                     name = "" if label in named else label
                     named.add(label)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from depthmix import flops
 from depthmix.config import ModelConfig
 from depthmix.recipe import Recipe, RunConfig
+from depthmix.report.curves import thin_curve
 from depthmix.rundir import RunDir
 from depthmix.runs import RunSummary, list_runs
 
@@ -77,6 +78,8 @@ class Row(NamedTuple):
     """The share that every routed block keeps; None without routing, or where shares differ."""
     every: int | None
     heads: tuple[Head, ...]
+    curve: tuple[tuple[float, float], ...]
+    """(share of the run, training loss), see `thin_curve`."""
     model: str
     """The model's configuration, the same text for the same model."""
     recipe: str
@@ -174,6 +177,7 @@ def _read_row(name: str, summary: RunSummary) -> Row:
         capacity=capacities.pop() if len(capacities) == 1 else None,
         every=model.routing.every if model.routed_layers else None,
         heads=tuple(_read_heads(model, folder, summary.num_steps or summary.step)),
+        curve=thin_curve(train),
         model=model.to_json(),
         recipe=_tell_recipe(config.train),
         settings=list_settings(model),

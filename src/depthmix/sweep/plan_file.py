@@ -16,7 +16,7 @@ DEFAULT_PRESET = "demo"
 DEFAULT_SCALE = "smoke"
 
 # what a plan may say at its top, in a scale, and beside a size's fields
-_SCALE_KEYS = ("budgets", "seeds", "sizes", "common", "variants")
+_SCALE_KEYS = ("budgets", "seeds", "sizes", "common", "variants", "vocab_size")
 _PLAN_KEYS = ("name", "description", "preset", "data", "scale", *_SCALE_KEYS)
 _SIZE_KEYS = ("name", "variants", "budgets", "seeds")
 
@@ -39,6 +39,8 @@ class Plan:
     sizes: tuple["Size", ...]
     scale: str | None = None
     """The scale's name; None where the plan has one size only."""
+    vocab_size: int | None = None
+    """Ids of the default corpus, where no data is named; None means as many as it has by itself."""
 
 
 class Size(NamedTuple):
@@ -127,6 +129,7 @@ def read_plan(
         budgets=budgets,
         sizes=tuple(_read_size(size, tuple(variants), budgets, seeds) for size in sizes),
         scale=scale,
+        vocab_size=_read_vocab_size(told.get("vocab_size")),
     )
 
 
@@ -186,6 +189,12 @@ def _read_seeds(value: Any, name: str) -> tuple[int, ...]:
     if not seeds or not all(type(seed) is int for seed in seeds):
         raise ValueError(f"{name} must be a number of seeds, or a list of them, such as [0, 1, 2]")
     return tuple(dict.fromkeys(seeds))
+
+
+def _read_vocab_size(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"vocab_size = {value!r} must be a number of ids, such as 512")
+    return value
 
 
 def _is_number(value: Any) -> bool:
