@@ -144,11 +144,19 @@ def num_parameters(config: ModelConfig) -> Parameters:
     expert_decider = sizes.expert_router + sizes.expert_predictor
     if sizes.expert_predictor:
         expert_decider += experts.num_experts
-    total, active = config.width, float(config.width)
+    total, active, biased = config.width, float(config.width), int(config.qkv_bias)
     for block in list_blocks(config):
         # the mixer's input norm and what makes keys and values meet every token that offers them
-        offering = sizes.key_value + config.width + head_norm
-        updating = sizes.query + sizes.out + config.width + head_norm
+        offering = (
+            sizes.key_value + config.width + head_norm + biased * sizes.key_value // config.width
+        )
+        updating = (
+            sizes.query
+            + sizes.out
+            + config.width
+            + head_norm
+            + biased * sizes.query // config.width
+        )
         updating += expert_decider if block.has_experts else sizes.mlp
         deciding = block.num_deciders * decider
         in_experts = sizes.expert if block.has_experts else 0
