@@ -11,7 +11,16 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli import models, reporting, sampling, scaling, seeing, sweeping, training
+from depthmix.cli import (
+    models,
+    reporting,
+    sampling,
+    scaling,
+    seeing,
+    sweeping,
+    training,
+    upcycling,
+)
 from depthmix.cli.arguments import app
 
 __all__ = [
@@ -24,6 +33,7 @@ __all__ = [
     "seeing",
     "sweeping",
     "training",
+    "upcycling",
 ]
 
 # click's base of every usage error; typer has moved it, this way to it has stayed
