@@ -14,10 +14,11 @@ from torch import Tensor
 from depthmix import fields, flops
 from depthmix.checkpoint import Checkpoints
 from depthmix.checkpoint.fit import fit_weights
+from depthmix.checkpoint.source import Source
 from depthmix.config import ModelConfig
 from depthmix.data.tokenizer import TOKENIZER_FILE
 from depthmix.data.writer import hash_file
-from depthmix.hf.source import Source, find_end, open_source
+from depthmix.hf.source import find_end, open_source
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir, collect_provenance
 
