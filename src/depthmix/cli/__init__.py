@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from depthmix.cli import (
+    evaluating,
     models,
     reporting,
     sampling,
@@ -25,6 +26,7 @@ from depthmix.cli.arguments import app
 
 __all__ = [
     "app",
+    "evaluating",
     "main",
     "models",
     "reporting",

@@ -169,19 +169,18 @@ def train(
         config = RunConfig.from_overrides(load_model(name), {**overrides, **given})
     from rich.console import Console
 
-    from depthmix.hf.source import open_source
+    from depthmix.cli.opening import open_model, read_length
     from depthmix.train.launch import Plan, launch
 
     source = None
     if start is not None:
         name = start.resolve().name
-        length = overrides.get("max_seq_len", "")
-        source = open_source(start, max_seq_len=int(length) if length.isdecimal() else None)
+        source = open_model(start, max_seq_len=read_length(overrides))
         config = RunConfig.from_overrides(source.config, {**overrides, **given})
 
     label = Path(name).stem if name.endswith(".toml") else name
     plan = Plan(run=config, name=label, data=data, out=out, resume=resume, device=device)
-    plan = plan._replace(start=source, open_source=open_source)
+    plan = plan._replace(start=source, open_source=open_model)
     try:
         outcome, _ = launch(plan, Console())
     except KeyboardInterrupt as stopped:

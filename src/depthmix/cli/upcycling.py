@@ -47,9 +47,11 @@ def upcycle(
         raise ValueError(f"'{names[0]}' is no field: write FIELD=VALUE")
     given: dict[str, Any] = {"routing.capacity": capacity, "routing.every": every}
     given |= {"routing.first_dense": first_dense, "routing.gate": gate}
-    from depthmix.hf.upcycle import TOLD_LENGTH
-    from depthmix.hf.upcycle import upcycle as make_run
+    from depthmix.cli.opening import tell_missing
 
+    with tell_missing("hf"):
+        from depthmix.hf.upcycle import TOLD_LENGTH
+        from depthmix.hf.upcycle import upcycle as make_run
     made = make_run(source, out, {**given, **overrides})
     place, length = shlex.quote(str(out)), min(TOLD_LENGTH, made.config.max_seq_len)
     for line in made.describe():

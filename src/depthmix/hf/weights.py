@@ -131,7 +131,7 @@ def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
     """
     from safetensors import SafetensorError, safe_open
 
-    files = _find_files(folder)
+    files = find_files(folder)
     entries = list(list_entries(config))
     with ExitStack() as stack:
         try:
@@ -245,7 +245,7 @@ def _get(folder: Path, tree: Mapping[str, Any], name: str, kind: type) -> Any:
     return tree[name]
 
 
-def _find_files(folder: Path) -> dict[str, Path]:
+def find_files(folder: Path) -> dict[str, Path]:
     """Name of each tensor → its file."""
     from safetensors import SafetensorError, safe_open
 
