@@ -1,6 +1,7 @@
 """Losses of a text equal those of one window at a time, however windows are batched."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def test_rules_and_compute_are_told() -> None:
     ],
 )
 def test_what_cannot_be_measured_is_refused(
-    tokens: list[int], options: dict[str, int], told: str
+    tokens: list[int], options: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ValueError, match=told):
         measure_stream(make_model("dense"), Stream(tokens, None, None), **options)

@@ -41,6 +41,7 @@ def test_a_folders_documents_as_training_reads_them(tmp_path: Path) -> None:
     wanted = [t for n in range(val.num_documents) for t in val.read(n).tolist()]
     assert stream.tokens == [corpus.end_token, *wanted]
     assert stream.num_bytes == pytest.approx(val.num_bytes)
+    assert val.bytes_per_token is not None
     part = read_corpus(corpus, 10)
     assert part.tokens == stream.tokens[:11]
     assert part.num_bytes == pytest.approx(10 * val.bytes_per_token)
