@@ -1,6 +1,7 @@
 """The divergence from a teacher equals torch's own, and a run learns from one across a stop."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,24 @@ def test_steps_approach_the_teacher_and_leave_it_alone(accumulate: int) -> None:
     assert len(losses) == 12
     assert losses[-1] < 0.7 * losses[0]
     assert all(torch.equal(before[name], value) for name, value in teacher.state_dict().items())
+
+
+@pytest.mark.compile
+def test_a_compiled_step_has_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    # traced whole, as for inductor, which takes minutes for this
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    tokens = torch.randint(64, (2, 17))
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, teacher = (Transformer(make_config(name)) for name in ("mod", "dense"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = TrainStep(
+            model, optimizer, compile=compiled, distillation=Distillation(teacher, 1.0)
+        )
+        found = [step(tokens[:, :-1], tokens[:, 1:]) for _ in range(2)]
+        losses.append(torch.stack([value for r in found for value in (r.total, r.distilled)]))  # pyrefly: ignore
+    torch.testing.assert_close(losses[1], losses[0])
 
 
 def make_source(**changes: Any) -> Source:

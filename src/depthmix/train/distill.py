@@ -50,7 +50,17 @@ def mean_divergence(
     sums = []
     for part in zip(*(tensor.split(CHUNK_TOKENS) for tensor in flat), strict=True):
         # the logits are computed again in the backward pass: all of them would not fit
-        sums.append(checkpoint(_add_divergence, head, teacher_head, *part, use_reentrant=False))
+        sums.append(
+            checkpoint(
+                _add_divergence,
+                head,
+                teacher_head,
+                *part,
+                use_reentrant=False,
+                # nothing here is random, and a recorded step cannot ask
+                preserve_rng_state=False,
+            )
+        )
     return torch.stack(sums).sum() / (targets != IGNORE).sum().clamp(min=1)
 
 

@@ -3,6 +3,7 @@
 Applied from outside: the model knows nothing of it. Knows nothing of data, schedules or logging.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -127,8 +128,9 @@ class TrainStep:
     def forget(self) -> None:
         """Compile and record anew at the next step: the model computes other shapes from now on."""
         self.recording = None
-        # also the guesses which sizes vary: as a symbol, a capacity would not even trace
-        torch._dynamo.reset()
+        if "torch._dynamo" in sys.modules:
+            # also the guesses which sizes vary: as a symbol, a capacity would not even trace
+            torch._dynamo.reset()
 
     def _step(self, *inputs: Tensor | None) -> StepLoss:
         parts = [t.chunk(self.accumulate) if t is not None else None for t in inputs]
