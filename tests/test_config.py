@@ -302,6 +302,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         mlp_width=draw(st.none() | st.integers(1, 1000)),
         mlp=draw(st.sampled_from(["swiglu", "gelu"])),
         qk_norm=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
         tied_head=draw(st.booleans()),
         rope_theta=draw(st.floats(1e-3, 1e9)),
         norm_eps=draw(st.floats(1e-12, 1.0)),

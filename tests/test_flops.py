@@ -189,6 +189,7 @@ def draw_arguments(draw: st.DrawFn) -> dict[str, Any]:
         mlp_width=draw(st.one_of(st.none(), st.integers(1, 20))),
         mlp=draw(st.sampled_from(["swiglu", "gelu"])),
         qk_norm=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
         tied_head=draw(st.booleans()),
     )
 
@@ -365,7 +366,11 @@ def test_active_parameters_are_those_that_tokens_meet(
     strategy: str, experts: dict[str, Any]
 ) -> None:
     config = make_config(
-        {"strategy": strategy, "capacity": 0.5}, experts, qk_norm=True, tied_head=False
+        {"strategy": strategy, "capacity": 0.5},
+        experts,
+        qk_norm=True,
+        qkv_bias=True,
+        tied_head=False,
     )
     model = Transformer(config)
     num_tokens, num_seen = 16, dict[nn.Module, int]()

@@ -118,6 +118,12 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "beta1": st.floats(0, 1, exclude_max=True),
     "beta2": st.floats(0, 1, exclude_max=True),
     "clip": st.floats(0, 1e300),
+    "capacity_from": st.none() | st.floats(0, 1, exclude_min=True),
+    "capacity_share": shares,
+    "capacity_stages": counts,
+    "trainable": st.sampled_from(["all", "routers"]),
+    "distill": st.none() | st.just("runs/teacher"),
+    "distill_weight": st.floats(0, 1e300),
     "document_mask": st.booleans(),
     "precision": st.sampled_from(["auto", "float32", "bfloat16"]),
     "compile": st.none() | st.booleans(),
@@ -146,6 +152,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     values["accumulate"] = draw(st.integers(1, 8))
     values["batch_size"] *= values["accumulate"]
     assume(not (values["cuda_graph"] and values["optimizer"] == "muon"))
+    assume(not (values["capacity_from"] and budget == "flops"))
     return Recipe(**values)
 
 
@@ -189,6 +196,11 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "beta1": [(1, "would never learn"), (-0.5, "must lie between 0 and 1")],
     "beta2": [(1, "would never learn"), (2, "must lie between 0 and 1")],
     "clip": [(-1, "must be 0 or more"), (math.inf, "must be a finite number")],
+    "capacity_from": [(0, r"must lie in \(0, 1\]"), (1.5, r"must lie in \(0, 1\]")],
+    "capacity_share": [(1.5, "must lie between 0 and 1")],
+    "capacity_stages": [(0, "must be greater than 0"), (2.5, "must be a whole number")],
+    "trainable": [("heads", "must be one of 'all', 'routers'")],
+    "distill_weight": [(-1, "must be 0 or more"), (math.inf, "must be a finite number")],
     "document_mask": [(3, "must be true or false")],
     "precision": [("float16", "must be one of 'auto', 'float32', 'bfloat16'")],
     "compile": [("often", "must be true or false or empty")],
@@ -222,7 +234,8 @@ def test_what_does_not_fit_is_said(name: str, value: Any, sentence: str) -> None
 
 
 def test_every_field_can_be_wrong() -> None:
-    assert set(WRONG) == set(fields.field_types(Recipe))
+    # any text may be a folder's name
+    assert {*WRONG, "distill"} == set(fields.field_types(Recipe))
 
 
 def test_two_budgets_are_refused() -> None:

@@ -38,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tied_head": False,
     },
     "mod": {},
+    "mod_qkv_bias": {"qkv_bias": True},
     "mod_sigmoid": {"routing.gate": "sigmoid"},
     "mod_tanh1": {"routing.gate": "tanh1"},
     "mod_unit": {"routing.gate": "unit"},

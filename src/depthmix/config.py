@@ -157,6 +157,8 @@ class ModelConfig:
     """Form of the MLP: swiglu or gelu."""
     qk_norm: bool = False
     """RMS-normalise queries and keys in each head."""
+    qkv_bias: bool = False
+    """Add learned biases to queries, keys and values, as Qwen2 does."""
     tied_head: bool = True
     """Use the embedding matrix as the output head."""
     rope_theta: float = 10000.0

@@ -144,11 +144,12 @@ def num_parameters(config: ModelConfig) -> Parameters:
     expert_decider = sizes.expert_router + sizes.expert_predictor
     if sizes.expert_predictor:
         expert_decider += experts.num_experts
+    query_bias, kv_bias = (config.qkv_bias * n // config.width for n in sizes[:2])
     total, active = config.width, float(config.width)
     for block in list_blocks(config):
         # the mixer's input norm and what makes keys and values meet every token that offers them
-        offering = sizes.key_value + config.width + head_norm
-        updating = sizes.query + sizes.out + config.width + head_norm
+        offering = sizes.key_value + config.width + head_norm + kv_bias
+        updating = sizes.query + sizes.out + config.width + head_norm + query_bias
         updating += expert_decider if block.has_experts else sizes.mlp
         deciding = block.num_deciders * decider
         in_experts = sizes.expert if block.has_experts else 0

@@ -59,6 +59,19 @@ class Recipe:
     """AdamW's memory of squared gradients."""
     clip: float = 1.0
     """Largest norm of the gradient; 0 turns clipping off."""
+    capacity_from: float | None = None
+    """Capacity that every routed block begins with, to fall to the model's own in stages. Empty
+    means: the model's own from the start."""
+    capacity_share: float = 0.5
+    """Share of the run in which the capacity falls, at its beginning."""
+    capacity_stages: int = 8
+    """Number of stages in which it falls; each is compiled anew where steps are compiled."""
+    trainable: Literal["all", "routers"] = "all"
+    """What learns: all, or routers and predictors alone."""
+    distill: str | None = None
+    """A run or folder whose model's predictions are learned beside the text."""
+    distill_weight: float = 1.0
+    """Weight of that loss, the divergence from the teacher's predictions."""
     document_mask: bool = True
     """Keep attention inside a document; false lets packed documents see the ones before them."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -225,7 +238,8 @@ def _find_problems(recipe: Recipe) -> Iterator[str]:
     given = [name for name in budgets if getattr(recipe, name) is not None]
     if len(given) > 1:
         yield f"a run stops by one of steps, tokens and flops: take away {' and '.join(given[1:])}"
-    for name in (*given, "batch_size", "accumulate", "log_every", "val_tokens", "learning_rate"):
+    above = ("batch_size", "accumulate", "log_every", "val_tokens", "learning_rate")
+    for name in (*given, *above, "capacity_stages"):
         if not 0 < (value := getattr(recipe, name)) < math.inf:
             yield f"train.{name} = {value} must be {_say_bound(value, 'greater than 0')}"
     for name in ("seq_len", "shard_size", "val_every", "checkpoint_every"):
@@ -237,19 +251,23 @@ def _find_problems(recipe: Recipe) -> Iterator[str]:
             f"train.accumulate = {recipe.accumulate} must divide train.batch_size = "
             f"{recipe.batch_size}"
         )
-    for name in ("warmup", "decay", "final_rate", "beta1", "beta2"):
+    for name in ("warmup", "decay", "final_rate", "beta1", "beta2", "capacity_share"):
         if not 0 <= getattr(recipe, name) <= 1:
             yield f"train.{name} = {getattr(recipe, name)} must lie between 0 and 1"
     for name in ("beta1", "beta2"):
         if getattr(recipe, name) == 1:
             yield f"train.{name} = 1 would never learn: give less than 1"
-    for name in ("clip", "weight_decay", "checkpoint_minutes"):
+    for name in ("clip", "weight_decay", "checkpoint_minutes", "distill_weight"):
         if not 0 <= (value := getattr(recipe, name)) < math.inf:
             yield f"train.{name} = {value} must be {_say_bound(value, '0 or more')}"
     if not 0 <= recipe.seed < MOST_SEEDS:
         yield f"train.seed = {recipe.seed} must lie between 0 and {MOST_SEEDS - 1}"
     if recipe.cuda_graph and recipe.optimizer == "muon":
         yield "train.cuda_graph = true cannot record Muon: leave it out, or use adamw"
+    if recipe.capacity_from is not None and not 0 < recipe.capacity_from <= 1:
+        yield f"train.capacity_from = {recipe.capacity_from} must lie in (0, 1]"
+    if recipe.capacity_from is not None and recipe.flops is not None:
+        yield "train.flops cannot be kept while the capacity falls: give train.steps or tokens"
     if recipe.keep_checkpoints < 1:
         yield "train.keep_checkpoints must be at least 1: without one nothing can be resumed"
 

@@ -21,6 +21,9 @@ def make_attention(**overrides: object) -> tuple[Attention, ModelConfig]:
     for norm in (attention.norm_query, attention.norm_key):
         if norm is not None:
             norm.weight.data.uniform_(0.5, 1.5)
+    for bias in (attention.w_qk.bias, attention.w_value.bias):
+        if bias is not None:
+            bias.data.uniform_(-1, 1)
     return attention, config
 
 
@@ -41,11 +44,16 @@ def attend_by_loops(
     """The layer, one query and one head at a time; visible[b][t] lists the keys that t sees."""
     keys_x, keys_place, value_weight = source or (x, place, torch.ones(x.shape[:2]).to(x))
     heads, kv_heads, width = attention.num_heads, attention.num_kv_heads, attention.head_width
-    w_query, w_key = attention.w_qk.weight.split([heads * width, kv_heads * width])
+    widths = [heads * width, kv_heads * width]
+    w_query, w_key = attention.w_qk.weight.split(widths)
     w_value = attention.w_value.weight
-    query = (x @ w_query.T).unflatten(-1, (heads, width))
-    key = (keys_x @ w_key.T).unflatten(-1, (kv_heads, width))
-    value = (keys_x @ w_value.T * value_weight[..., None]).unflatten(-1, (kv_heads, width))
+    b_query, b_key, b_value = (x.new_zeros(n) for n in (*widths, kv_heads * width))
+    if attention.w_qk.bias is not None:
+        (b_query, b_key), b_value = attention.w_qk.bias.split(widths), attention.w_value.bias
+    query = (x @ w_query.T + b_query).unflatten(-1, (heads, width))
+    key = (keys_x @ w_key.T + b_key).unflatten(-1, (kv_heads, width))
+    value = (keys_x @ w_value.T + b_value) * value_weight[..., None]
+    value = value.unflatten(-1, (kv_heads, width))
     if attention.norm_query is not None and attention.norm_key is not None:
         query, key = attention.norm_query(query), attention.norm_key(key)
     query, key = rotate_by_hand(query, place.phase), rotate_by_hand(key, keys_place.phase)
@@ -60,7 +68,9 @@ def attend_by_loops(
     return mixed.flatten(-2) @ attention.w_out.weight.T
 
 
-@pytest.mark.parametrize("overrides", [{}, {"qk_norm": True}, {"num_kv_heads": 4}], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [{}, {"qk_norm": True}, {"num_kv_heads": 4}, {"qkv_bias": True}], ids=str
+)
 def test_causal_attention_equals_loops(overrides: dict[str, object]) -> None:
     attention, _ = make_attention(**overrides)
     x = torch.randn(2, LENGTH, 16, dtype=torch.float64)
@@ -136,8 +146,9 @@ def test_taking_places() -> None:
     assert shared.valid is None
 
 
-def test_memory_offers_keys_and_weighted_values() -> None:
-    attention, _ = make_attention(qk_norm=True)
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_memory_offers_keys_and_weighted_values(qkv_bias: bool) -> None:
+    attention, _ = make_attention(qk_norm=True, qkv_bias=qkv_bias)
     x = torch.randn(2, 3, 16, dtype=torch.float64)
     place = make_place(torch.tensor([[1, 4, 6], [2, 3, 5]]))
     offered = torch.randn(2, 4, 16, dtype=torch.float64)

@@ -74,7 +74,7 @@ def test_groups_are_what_they_say(name: str) -> None:
                 expected[full] = "heads" if parameter.ndim == 2 else "others"
             elif path == "head" and not model.config.tied_head:
                 expected[full] = "heads"
-            elif isinstance(module, nn.Linear | Experts) and path != "head":
+            elif isinstance(module, nn.Linear | Experts) and path != "head" and own != "bias":
                 expected[full] = "matrices"
             elif path != "head":
                 expected[full] = "others"

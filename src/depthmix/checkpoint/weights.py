@@ -36,13 +36,18 @@ def load_model(
     """The model of a run, its checkpoints folder or a checkpoint, in evaluation mode."""
     checkpoint = choose_checkpoint(Path(path), which)
     weights = _load_checkpoint(checkpoint)
-    config = _read_config(checkpoint)
+    return build_model(read_config(checkpoint), weights, checkpoint).to(device)
+
+
+def build_model(config: ModelConfig, weights: dict[str, Tensor], origin: Path | str) -> Transformer:
+    """A model of tensors by name, in evaluation mode; `origin` is named where they do not fit."""
+    weights = dict(weights)
     # on the meta device nothing is allocated or drawn at random only to be overwritten
     with torch.device("meta"):
         model = Transformer(config)
     if config.tied_head and "embedding.weight" in weights:
         weights["head.weight"] = weights["embedding.weight"]
-    _check_fit(model, weights, checkpoint)
+    _check_fit(model, weights, origin)
     model.load_state_dict(weights, assign=True)
     if config.tied_head:
         model.head.weight = model.embedding.weight
@@ -50,7 +55,7 @@ def load_model(
     model.phase_table = make_phase_table(
         config.max_seq_len, config.shape.head_width, config.rope_theta
     )
-    return model.to(device).eval()
+    return model.eval()
 
 
 def choose_checkpoint(path: Path, which: Which | None = None) -> Path:
@@ -99,7 +104,8 @@ def _load_file(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is not a sound safetensors file: {error}") from error
 
 
-def _read_config(checkpoint: Path) -> ModelConfig:
+def read_config(checkpoint: Path) -> ModelConfig:
+    """The model's configuration in a checkpoint."""
     config = disk.read_state(checkpoint).get("config")
     tree = config.get("model") if isinstance(config, dict) else None
     if not isinstance(tree, dict):
@@ -113,13 +119,13 @@ def _read_config(checkpoint: Path) -> ModelConfig:
         raise ValueError(f"the configuration in {checkpoint} is not valid: {error}") from error
 
 
-def _check_fit(model: Transformer, weights: dict[str, Tensor], checkpoint: Path) -> None:
+def _check_fit(model: Transformer, weights: dict[str, Tensor], origin: Path | str) -> None:
     """The weights must be those of the configuration beside them."""
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     stored = {name: tuple(value.shape) for name, value in weights.items()}
     for name in sorted(wanted.keys() | stored.keys()):
         if wanted.get(name) != stored.get(name):
             raise ValueError(
-                f"the weights in {checkpoint} do not fit its configuration: '{name}' is "
+                f"the weights in {origin} do not fit its configuration: '{name}' is "
                 f"{stored.get(name, 'missing')} and should be {wanted.get(name, 'absent')}"
             )

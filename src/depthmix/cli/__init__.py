@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from depthmix.cli import (
+    evaluating,
     exchanging,
     models,
     reporting,
@@ -20,11 +21,13 @@ from depthmix.cli import (
     seeing,
     sweeping,
     training,
+    upcycling,
 )
 from depthmix.cli.arguments import app
 
 __all__ = [
     "app",
+    "evaluating",
     "exchanging",
     "main",
     "models",
@@ -34,6 +37,7 @@ __all__ = [
     "seeing",
     "sweeping",
     "training",
+    "upcycling",
 ]
 
 # click's base of every usage error; typer has moved it, this way to it has stayed

@@ -122,6 +122,14 @@ def train(
     resume: Annotated[
         Path | None, typer.Option(help="Go on with the run in this folder.", metavar="RUN")
     ] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Begin with the weights of a run, or of a dense Hugging Face folder.",
+            metavar="RUN|DIR",
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
 ) -> None:
     """Train a model, or go on with a run.
@@ -132,6 +140,7 @@ def train(
     For example:
       depthmix train --preset 60m --data data --flops 1e17 train.batch_size=32
       depthmix train --resume runs/60m-20261115-142233
+      depthmix train --from runs/upcycled --data data --steps 2000 train.capacity_from=1.0
       torchrun --nproc-per-node 8 -m depthmix train --preset 1b --data data
     """
     from depthmix.presets import load_model
@@ -145,23 +154,33 @@ def train(
     budget = {"steps": steps, "tokens": tokens, "flops": flops}
     given = {**budget, "checkpoint_every": checkpoint_every}
     given = {f"train.{name}": value for name, value in given.items() if value is not None}
-    if resume is not None and (given or overrides or preset or out):
+    if resume is not None and (given or overrides or preset or out or start):
         raise ValueError(
             "--resume goes on with a run as it was: leave out the model, its fields, the budget "
             "and --out"
         )
+    if start is not None and preset is not None:
+        raise ValueError(f"the model of {start} is known: leave out --preset {preset}")
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device {device} is neither cpu nor cuda")
     config = None
     name = preset or "demo"
-    if resume is None:
+    if resume is None and start is None:
         config = RunConfig.from_overrides(load_model(name), {**overrides, **given})
     from rich.console import Console
 
+    from depthmix.cli.opening import open_model, read_length
     from depthmix.train.launch import Plan, launch
+
+    source = None
+    if start is not None:
+        name = start.resolve().name
+        source = open_model(start, max_seq_len=read_length(overrides))
+        config = RunConfig.from_overrides(source.config, {**overrides, **given})
 
     label = Path(name).stem if name.endswith(".toml") else name
     plan = Plan(run=config, name=label, data=data, out=out, resume=resume, device=device)
+    plan = plan._replace(start=source, open_source=open_model)
     try:
         outcome, _ = launch(plan, Console())
     except KeyboardInterrupt as stopped:

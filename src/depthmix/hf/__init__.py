@@ -1,14 +1,27 @@
 """depthmix models for transformers: importing this is all that its `Auto` classes need.
 
-The only place that imports transformers, which is an extra: `pip install 'depthmix[hf]'`.
+The only place that imports transformers, which is an extra: `pip install 'depthmix[hf]'`. Without
+it, the files of a checkpoint can still be read (`depthmix.hf.upcycle`).
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from depthmix.hf.config import DepthmixConfig
-from depthmix.hf.model import DepthmixForCausalLM
+from importlib.util import find_spec
+from typing import Any
 
 __all__ = ["DepthmixConfig", "DepthmixForCausalLM"]
 
-AutoConfig.register(DepthmixConfig.model_type, DepthmixConfig, exist_ok=True)
-AutoModelForCausalLM.register(DepthmixConfig, DepthmixForCausalLM, exist_ok=True)
+MISSING = "transformers is not installed: pip install 'depthmix[hf]'"
+
+if find_spec("transformers") is not None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from depthmix.hf.config import DepthmixConfig
+    from depthmix.hf.model import DepthmixForCausalLM
+
+    AutoConfig.register(DepthmixConfig.model_type, DepthmixConfig, exist_ok=True)
+    AutoModelForCausalLM.register(DepthmixConfig, DepthmixForCausalLM, exist_ok=True)
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        raise ImportError(MISSING)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

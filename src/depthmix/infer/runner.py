@@ -210,6 +210,8 @@ def find_obstacle(config: ModelConfig) -> str | None:
         return "its blocks have experts"
     if config.routing.kv_capacity is not None:
         return "it routes keys and values apart from queries"
+    if config.qkv_bias:
+        return "its queries, keys and values have biases"
     if head_width < 16 or head_width & (head_width - 1):
         return f"its head width is {head_width}, not a power of two from 16 on"
     return None

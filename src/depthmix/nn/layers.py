@@ -60,13 +60,18 @@ def make_phase_table(num_positions: int, head_width: int, theta: float) -> Tenso
 
 
 class Linear(nn.Linear):
-    """A matrix without bias; its gradient keeps the weight's own precision."""
+    """A matrix, without bias unless asked; its gradient keeps the weight's own precision."""
 
-    def __init__(self, width_in: int, width_out: int) -> None:
-        super().__init__(width_in, width_out, bias=False)
+    def __init__(self, width_in: int, width_out: int, *, bias: bool = False) -> None:
+        super().__init__(width_in, width_out, bias=bias)
 
     def forward(self, input: Float[Tensor, "*B D"]) -> Float[Tensor, "*B F"]:
-        return linear(input, self.weight)
+        return add_bias(linear(input, self.weight), self.bias)
+
+
+def add_bias(x: Float[Tensor, "*B F"], bias: Float[Tensor, " F"] | None) -> Float[Tensor, "*B F"]:
+    """`x + bias` in the type of x, where there is one."""
+    return x if bias is None else x + bias.to(x.dtype)
 
 
 class MLP(nn.Module):

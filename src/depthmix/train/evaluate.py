@@ -15,12 +15,11 @@ from depthmix.config import ModelConfig
 from depthmix.nn import Transformer
 from depthmix.nn.routing import Routing
 from depthmix.nn.transformer import Hidden
+from depthmix.train.batches import TokenBatch
 from depthmix.train.loss import IGNORE, language_model_loss, routing_loss
 
 # logits of so many tokens at once
 CHUNK_TOKENS = 4096
-
-TokenBatch = tuple[Int[Tensor, "B T"], Int[Tensor, "B T"], Int[Tensor, "B T"] | None]
 
 
 @torch.no_grad()

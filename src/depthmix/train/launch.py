@@ -4,11 +4,10 @@ Owns how a run is started and resumed, and that a start which comes to nothing l
 Knows nothing of steps.
 """
 
-import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -19,21 +18,16 @@ from rich.console import Console
 
 from depthmix import flops
 from depthmix.checkpoint.ranks import Ranks
+from depthmix.checkpoint.source import Source, open_run
 from depthmix.data.default import find_cache, prepare_default
 from depthmix.data.progress import show_progress
-from depthmix.data.shards import Corpus
-from depthmix.describe import format_bytes
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir, State, collect_provenance, name_run
+from depthmix.train.anneal import list_stages
 from depthmix.train.log import READER_GONE
 from depthmix.train.loop import Outcome, Trainer
 from depthmix.train.parallel import World, open_world
-
-# hashing this much takes a second or two; of more, only the sizes are compared
-FULL_CHECK_BYTES = 2**30
-
-# as much as can be written as a number with a unit
-LARGEST_BYTES = 2**70
+from depthmix.train.start import check_memory, check_tokenizer, open_corpus
 
 
 class Plan(NamedTuple):
@@ -51,6 +45,10 @@ class Plan(NamedTuple):
     """The folder of a run to go on with."""
     device: str | None = None
     """cpu or cuda; empty means a GPU where there is one."""
+    start: Source | None = None
+    """The model whose weights a new run begins with."""
+    open_source: Callable[[str], Source] = open_run
+    """Opens what `train.distill` names; whoever can read more than runs says so."""
 
 
 def launch(plan: Plan, console: Console) -> tuple[Outcome, RunDir]:
@@ -64,7 +62,7 @@ def launch(plan: Plan, console: Console) -> tuple[Outcome, RunDir]:
         quiet = console if world.is_first else Console(quiet=True)
         if plan.resume is None:
             return _start(plan, world, ranks, quiet)
-        return _resume(plan.resume, plan.data, world, ranks, quiet)
+        return _resume(plan, plan.resume, world, ranks, quiet)
 
 
 def _start(plan: Plan, world: World, ranks: Ranks, console: Console) -> tuple[Outcome, RunDir]:
@@ -74,10 +72,13 @@ def _start(plan: Plan, world: World, ranks: Ranks, console: Console) -> tuple[Ou
     if plan.out is not None:
         RunDir(plan.out).check_free()
     check_memory(run, world)
-    flops.count_steps(run)
+    list_stages(run, flops.count_steps(run))
+    teacher = _open_teacher(plan, run)
     data = plan.data or ranks.do_first(lambda: _prepare_default(console))
-    corpus = ranks.do_first(lambda: _open_corpus(data, run))
-    trainer = Trainer(run, corpus, world)
+    corpus = ranks.do_first(lambda: open_corpus(data, run))
+    if plan.start is not None:
+        check_tokenizer(plan.start.path, corpus)
+    trainer = Trainer(run, corpus, world, start=plan.start, teacher=teacher)
     made = ranks.do_first(lambda: _create_folder(plan, trainer))
     folder = RunDir(made.path)
     with _lock(folder, ranks):
@@ -92,12 +93,14 @@ def _start(plan: Plan, world: World, ranks: Ranks, console: Console) -> tuple[Ou
 
 
 def _resume(
-    path: Path, data: Path | None, world: World, ranks: Ranks, console: Console
+    plan: Plan, path: Path, world: World, ranks: Ranks, console: Console
 ) -> tuple[Outcome, RunDir]:
     folder = RunDir.open(path)
     starts = folder.read_json("provenance.json").get("starts", [])
     if not starts:
         raise ValueError(f"'{path}' was stopped before it began: remove it, and start it anew")
+    if starts[-1]["data"].get("upcycled"):
+        raise ValueError(f"'{path}' was upcycled, not trained: begin with --from {path}")
     config = folder.read_config()
     if not config.keys() >= {"model", "train"}:
         raise ValueError(f"'{path / 'config.toml'}' is damaged: put back a copy of it")
@@ -111,15 +114,16 @@ def _resume(
         return Outcome("finished", status["step"], num_steps, {}, None), folder
     with _lock(folder, ranks):
         check_memory(run, world)
-        where = data or _find_data(starts[-1]["data"])
+        teacher = _open_teacher(plan, run)
+        where = plan.data or _find_data(starts[-1]["data"])
         where = where or ranks.do_first(lambda: _prepare_default(console))
-        corpus = ranks.do_first(lambda: _open_corpus(where, run))
+        corpus = ranks.do_first(lambda: open_corpus(where, run))
         if corpus.manifest_hash != starts[-1]["data"]["hash"]:
             raise ValueError(
                 f"the data in {where} is not what {path} was trained on: give the folder as it was "
                 f"with --data, or start a new run"
             )
-        trainer = Trainer(run, corpus, world)
+        trainer = Trainer(run, corpus, world, teacher=teacher)
         trainer.open(folder)
         _say_start(console, trainer)
         for sentence in trainer.resume():
@@ -129,6 +133,10 @@ def _resume(
             folder.add_start(_describe_start(trainer))
             corpus.copy_tokenizer(folder.path)
         return _train(trainer, console), folder
+
+
+def _open_teacher(plan: Plan, run: RunConfig) -> Source | None:
+    return None if run.train.distill is None else plan.open_source(run.train.distill)
 
 
 def _train(trainer: Trainer, console: Console) -> Outcome:
@@ -161,27 +169,6 @@ def _train(trainer: Trainer, console: Console) -> Outcome:
     return outcome
 
 
-def check_memory(run: RunConfig, world: World) -> None:
-    """Refuse what cannot fit, before the system kills the process for trying."""
-    # a bound from below: weights, gradients and a moment in float32, and what enters each block
-    num_tokens = run.tokens_per_step // run.train.accumulate // world.size
-    needed = 2 * num_tokens * run.model.width * run.model.num_layers
-    try:
-        needed += 12 * flops.num_parameters(run.model).total // world.size
-    except OverflowError:
-        needed = LARGEST_BYTES
-    if world.device.type == "cuda":
-        present = torch.cuda.get_device_properties(world.device).total_memory
-    else:
-        present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > present:
-        told = format_bytes(min(needed, LARGEST_BYTES))
-        raise ValueError(
-            f"this needs more than {told} of memory and there are {format_bytes(present)}: take a "
-            f"smaller model, a smaller train.batch_size or a larger train.accumulate"
-        )
-
-
 class _Made(NamedTuple):
     """A new run's folder, with what was there before."""
 
@@ -201,7 +188,7 @@ class _Made(NamedTuple):
 
 
 def _create_folder(plan: Plan, trainer: Trainer) -> _Made:
-    config, start = trainer.run.to_toml(), _describe_start(trainer)
+    config, start = trainer.run.to_toml(), _describe_start(trainer, plan.start)
     while True:
         path = plan.out or name_run(plan.name, datetime.now())
         missing = tuple(folder for folder in (path, *path.parents) if not folder.exists())
@@ -245,20 +232,7 @@ def _find_data(used: dict[str, Any]) -> Path | None:
     )
 
 
-def _open_corpus(folder: Path, run: RunConfig) -> Corpus:
-    corpus = Corpus.open(folder)
-    shards = [s for split in corpus.manifest.splits.values() for s in split.shards]
-    if sum((corpus.folder / s.file).stat().st_size for s in shards) <= FULL_CHECK_BYTES:
-        corpus = Corpus.open(folder, verify="full")
-    if corpus.vocab_size > run.model.vocab_size:
-        raise ValueError(
-            f"{folder} has ids up to {corpus.vocab_size - 1}, and the model's vocab_size is "
-            f"{run.model.vocab_size}: add vocab_size={corpus.vocab_size}"
-        )
-    return corpus
-
-
-def _describe_start(trainer: Trainer) -> dict[str, Any]:
+def _describe_start(trainer: Trainer, source: Source | None = None) -> dict[str, Any]:
     world, data = trainer.world, trainer.corpus.describe_origin()
     device: dict[str, Any] = {"kind": world.device.type, "processes": world.size}
     if world.device.type == "cuda":
@@ -266,7 +240,8 @@ def _describe_start(trainer: Trainer) -> dict[str, Any]:
     else:
         device["threads"] = torch.get_num_threads()
     seed = trainer.run.train.seed
-    return collect_provenance(seed=seed, data=data, device=device, step=trainer.num_done)
+    known = collect_provenance(seed=seed, data=data, device=device, step=trainer.num_done)
+    return known if source is None else {**known, "from": str(source.path.resolve())}
 
 
 def _say_start(console: Console, trainer: Trainer) -> None:
@@ -276,10 +251,12 @@ def _say_start(console: Console, trainer: Trainer) -> None:
         console,
         f"{flops.num_parameters(run.model).total / 1e6:.1f} M parameters, "
         f"{trainer.num_steps} steps of {run.train.batch_size} x {run.seq_len} tokens, "
-        f"{trainer.num_steps * trainer.meter.flops_per_step:.2e} FLOPs; {corpus.folder}, "
+        f"{trainer.meter.count_flops(trainer.num_steps):.2e} FLOPs; {corpus.folder}, "
         f"{num_epochs:.2f} epochs; {trainer.folder.path}",
     )
-    if run.model.vocab_size >= 1.5 * corpus.vocab_size:
+    if trainer.started:
+        _say(console, trainer.started)
+    elif run.model.vocab_size >= 1.5 * corpus.vocab_size:
         _say(
             console,
             f"the model has room for {run.model.vocab_size} ids and the data uses "

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -23,18 +22,23 @@ from depthmix.checkpoint import (
     restore_tensors,
     seed_rng,
 )
+from depthmix.checkpoint.source import Source
 from depthmix.data.loader import Batch, Loader, prefetch
 from depthmix.data.shards import Corpus
 from depthmix.nn import Transformer
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir, State
 from depthmix.train import parallel
-from depthmix.train.evaluate import TokenBatch, bits_per_byte, validate
+from depthmix.train.anneal import Annealer
+from depthmix.train.batches import TokenBatch, make_val_loader, move_batch, read_val_batches
+from depthmix.train.distill import open_distillation
+from depthmix.train.evaluate import bits_per_byte, validate
 from depthmix.train.interrupt import Interrupt
 from depthmix.train.log import Logger, SilentLogger
 from depthmix.train.meter import Meter, Reading, check_finite
 from depthmix.train.optim import make_optimizers, set_rates
 from depthmix.train.parallel import World
+from depthmix.train.start import freeze, load_start
 from depthmix.train.step import Root, TrainStep
 
 
@@ -60,7 +64,16 @@ class Outcome(NamedTuple):
 class Trainer:
     """A model, its optimisers and its data, ready to step once it has a folder."""
 
-    def __init__(self, run: RunConfig, corpus: Corpus, world: World) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        corpus: Corpus,
+        world: World,
+        *,
+        start: Source | None = None,
+        teacher: Source | None = None,
+    ) -> None:
+        """`start` has the weights to begin with; `teacher` is for `train.distill`."""
         recipe, device = run.train, world.device
         recipe.check_sharing(world.size)
         if recipe.cuda_graph and device.type != "cuda":
@@ -70,23 +83,20 @@ class Trainer:
         shape: dict[str, Any] = {"seq_len": run.seq_len, "batch_size": recipe.batch_size}
         shape |= {"seed": recipe.seed, "rank": world.rank, "world_size": world.size}
         self.loader = Loader(corpus.split("train"), **shape)
-        self.val_loader = _make_val_loader(corpus, shape)
+        self.val_loader = make_val_loader(corpus, shape)
 
         with torch.device("meta"):
             self.model = Transformer(run.model)
+        freeze(self.model, recipe.trainable)
         self.root = Root(self.model)
         self.precision = parallel.resolve_precision(recipe, device)
         compiled = device.type == "cuda" if recipe.compile is None else recipe.compile
-        if recipe.checkpoint_activations:
-            parallel.checkpoint_activations(self.model)
         alone = world.size == 1
         whole = compiled and alone and not recipe.compile_blocks
-        if compiled and not whole:
-            parallel.compile_layers(self.model)
-        if not alone:
-            mesh = parallel.make_mesh(world.size, device.type, recipe.shard_size)
-            parallel.shard_model(self.root, mesh, self.precision)
+        by_block = compiled and not whole
+        parallel.wrap_model(self.root, recipe, world, self.precision, by_block=by_block)
         parallel.allocate(self.root, device, recipe.seed)
+        self.started = "" if start is None else load_start(self.model, start, recipe.seed)
         # the same weights on every process, and from here on random numbers of its own
         seed_rng(recipe.seed, world.rank, 0)
         can_record = alone and compiled and device.type == "cuda" and recipe.optimizer == "adamw"
@@ -101,7 +111,9 @@ class Trainer:
             clip=recipe.clip,
             accumulate=recipe.accumulate,
             root=self.root,
+            distillation=None if teacher is None else open_distillation(teacher, run, device),
         )
+        self.annealer = Annealer(run, self.model)
         self.meter = Meter(run, world)
         # a GPU computes while the host writes; a CPU's numbers would only be a step late
         self.log_later = device.type == "cuda"
@@ -128,6 +140,7 @@ class Trainer:
         state = self.checkpoints.load(found, tensors)
         restore_tensors(self.model, self.optimizers, tensors)
         self.num_done, self.val, self.loss = found.step, state["val"], state.get("loss")
+        self.annealer.enter(max(0, found.step - 1))
         self.meter.load_state_dict(state.get("meter", {}))
         self.loader.load_state_dict(state["loader"])
         told = restore_rank_rng(
@@ -161,6 +174,7 @@ class Trainer:
             # whatever ends it, what was measured before is told
             end.callback(self._log_pending, logger)
             while step < num_steps:
+                self._enter_stage(step)
                 rate = set_rates(self.optimizers, recipe, step, num_steps)
                 meter.add(self.step(*self._move(batches.next())))
                 # now that the device has work to do
@@ -170,7 +184,8 @@ class Trainer:
                 if step % recipe.log_every == 0 or step == num_steps:
                     # not the loader's own position, which is ahead of the training
                     epoch = step * recipe.batch_size // self.loader.num_rows_per_epoch
-                    self.pending = meter.cut(step), {"learning_rate": rate, "epoch": epoch}
+                    extra = {"learning_rate": rate, "epoch": epoch, **self.annealer.describe()}
+                    self.pending = meter.cut(step), extra
                     if step == num_steps or not self.log_later:
                         self._log_pending(logger)
                 if self.shown:
@@ -196,6 +211,14 @@ class Trainer:
         self.write_status(state)
         return Outcome(state, step, num_steps, self.val, interrupt.signal)
 
+    def _enter_stage(self, step: int) -> None:
+        """Set the capacities of a step; where they change, it is compiled anew."""
+        if self.annealer.enter(step):
+            self.step.forget()
+            self.meter.expect_slow_step()
+            # it was of another capacity
+            self.val = {}
+
     def write_status(self, state: State, reason: str = "") -> None:
         """Say in the run's folder where the training stands."""
         if self.world.is_first:
@@ -220,22 +243,12 @@ class Trainer:
         record["perplexity"] = math.exp(min(loss, 700.0))
         record["bits_per_byte"] = bits_per_byte(loss, self.corpus.bytes_per_token)
         logger.log({"step": reading.step, "kind": "train", **record, **extra})
-        self.shown = _choose_shown(record, self.num_steps * self.meter.flops_per_step)
+        self.shown = _choose_shown(record, self.meter.count_flops(self.num_steps))
 
     def _move(self, batch: Batch) -> TokenBatch:
         """A batch as tensors on this process's device."""
-        documents = batch.documents if self.run.train.document_mask else None
-        arrays = (batch.tokens, batch.targets, documents)
-        tensors = [None if a is None else torch.from_numpy(a.astype(np.int64)) for a in arrays]
-        if self.world.device.type == "cuda":
-            tensors = [
-                None if t is None else t.pin_memory().to(self.world.device, non_blocking=True)
-                for t in tensors
-            ]
-        tokens, targets, documents = tensors
-        assert tokens is not None
-        assert targets is not None
-        return tokens, targets, documents
+        mask = self.run.train.document_mask
+        return move_batch(batch, self.world.device, document_mask=mask)
 
     def _validate(self, logger: Logger | SilentLogger, step: int) -> dict[str, Any]:
         if self.val_loader is None:
@@ -244,9 +257,9 @@ class Trainer:
         # random routing draws here too: looking must not change what comes next
         with torch.random.fork_rng(devices):
             torch.manual_seed(self.run.train.seed)
-            means, gates = validate(
-                self.root, self.run.model, self._read_val_batches(), self.precision
-            )
+            batches = read_val_batches(self.val_loader, self.run.num_val_batches)
+            moved = (self._move(batch) for batch in batches)
+            means, gates = validate(self.root, self.run.model, moved, self.precision)
         values = self.world.average(torch.stack(list(means.values())))
         record = dict(zip(means, values.tolist(), strict=True))
         per_token = self.val_loader.split.bytes_per_token
@@ -257,16 +270,6 @@ class Trainer:
             logger.histogram(f"weights_layer_{layer}", weights, step)
         return record
 
-    def _read_val_batches(self) -> Iterator[TokenBatch]:
-        """The same first tokens of the validation split every time."""
-        loader = self.val_loader
-        assert loader is not None
-        loader.position = 0
-        for _ in range(
-            min(self.run.num_val_batches, max(1, loader.num_rows_per_epoch // loader.batch_size))
-        ):
-            yield self._move(loader.next())
-
     def _save(self, step: int, loader: dict[str, Any]) -> None:
         self.corpus.check_unchanged()
         state = {
@@ -274,7 +277,8 @@ class Trainer:
             "meter": self.meter.state_dict(),
             "loss": self.loss,
             "val": self.val,
-            "config": self.run.to_dict(),
+            # with the capacities of this step, for whoever uses it before the last
+            "config": {**self.run.to_dict(), "model": self.annealer.config.to_dict()},
             "data": self.corpus.manifest_hash,
             "rng": collect_rng(),
         }
@@ -283,18 +287,11 @@ class Trainer:
         # the loss is that before the update, which may have gone too far
         (broken,) = self.world.agree(not math.isfinite(find_largest(tensors)))
         check_finite({"weights": math.nan if broken else 0.0}, step)
-        self.checkpoints.save(step, tensors, state, score=score)
+        # a higher capacity is easily better: only what was asked for is compared
+        self.checkpoints.save(step, tensors, state, score=score if self.annealer.is_final else None)
 
 
 def _choose_shown(record: dict[str, Any], budget: int | float) -> dict[str, Any]:
     names = ("loss", "tokens_per_second", "flops_per_second", "share_of_peak", "flops")
     routed = record.get("predictor_routed_fraction", record.get("router_routed_fraction"))
     return {**{name: record[name] for name in names}, "flops_budget": budget, "routed": routed}
-
-
-def _make_val_loader(corpus: Corpus, shape: dict[str, Any]) -> Loader | None:
-    """The validation split in its own order; None where it is shorter than one row."""
-    split = corpus.split("val")
-    if split.num_tokens <= shape["seq_len"]:
-        return None
-    return Loader(split, **shape, shuffle=False)

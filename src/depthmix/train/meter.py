@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from depthmix import flops
 from depthmix.recipe import RunConfig
+from depthmix.train.anneal import list_stages
 from depthmix.train.evaluate import describe_routing
 from depthmix.train.parallel import World
 from depthmix.train.step import StepLoss
@@ -63,6 +65,12 @@ class Meter:
         self.flops_per_step = flops.training_flops(run.model, **sizes)
         # causal attention computes half of its square: the convention for a device's use
         self.used_per_step = flops.training_flops(run.model, **sizes, causal_half=True)
+        # while a capacity falls, steps take more: by the first step of each stage
+        stages = list_stages(run, flops.count_steps(run)).items()
+        self._stage_flops = {n: flops.training_flops(m, **sizes) for n, m in stages}
+        self._stage_used = {
+            n: flops.training_flops(m, **sizes, causal_half=True) for n, m in stages
+        }
         self.peak = find_peak(world.device)
         self._names: list[str] = []
         self._sums: torch.Tensor | None = None
@@ -75,6 +83,8 @@ class Meter:
         named = {"loss": result.language_model, "total_loss": result.total}
         if result.grad_norm is not None:
             named["grad_norm"] = result.grad_norm
+        if result.distilled is not None:
+            named["distill_loss"] = result.distilled
         named |= describe_routing(result.routing)
         self._names = list(named)
         values = torch.stack([value.detach().float() for value in named.values()])
@@ -85,6 +95,10 @@ class Meter:
         if self._num_timed == 0:
             # the first step compiles and allocates: it says nothing about the next ones
             self._spans, self._since = [], self._mark()
+
+    def expect_slow_step(self) -> None:
+        """The next step compiles anew: times begin after it."""
+        self._num_timed = -1
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -148,10 +162,16 @@ class Meter:
             **means,
             "time": time.time(),
             "tokens": reading.step * self.run.tokens_per_step,
-            "flops": reading.step * self.flops_per_step,
+            "flops": self.count_flops(reading.step),
             **self._tell_speed(reading),
             "memory_bytes": measure_memory(self.world.device),
         }
+
+    def count_flops(self, step: int) -> int:
+        """Compute of the training's first steps, each at the capacity that it had."""
+        starts = [*self._stage_flops, max(step, *self._stage_flops)]
+        spent = zip(pairwise(starts), self._stage_flops.values(), strict=True)
+        return sum(max(0, min(step, after) - first) * each for (first, after), each in spent)
 
     def _tell_speed(self, reading: Reading) -> dict[str, float | None]:
         names = ("tokens_per_second", "flops_per_second", "share_of_peak", "seconds_per_step")
@@ -160,7 +180,9 @@ class Meter:
             return dict.fromkeys(names)
         seconds = sum(measure_seconds(*span) for span in reading.spans) / reading.num_timed
         seconds = max(seconds, 1e-9)
-        speed = self.used_per_step / seconds
+        # those of the last step, which most of these steps have been
+        used = [each for first, each in self._stage_used.items() if first < reading.step]
+        speed = (used[-1] if used else self.used_per_step) / seconds
         share = speed / (self.peak * self.world.size) if self.peak else None
         return dict(
             zip(names, (self.run.tokens_per_step / seconds, speed, share, seconds), strict=True)

@@ -22,7 +22,7 @@ def group_parameters(model: Transformer) -> dict[str, list[nn.Parameter]]:
     `matrices` are the blocks' own: an update of one of their entries is summed over the width, so
     their rate falls with it (arXiv:2203.03466). So does that of `heads`, which do not decay: the
     vocabulary's, where it is not tied, and routers and predictors, which would drift towards ties.
-    Embeddings and norms, the `others`, meet one entry at a time.
+    Embeddings and norms, the `others`, meet one entry at a time. What does not learn is in none.
     """
     deciders = [m for m in model.modules() if isinstance(m, Router | Predictor)]
     heads = {id(p) for m in deciders for p in m.parameters() if p.ndim > 1}
@@ -30,6 +30,8 @@ def group_parameters(model: Transformer) -> dict[str, list[nn.Parameter]]:
         heads.add(id(model.head.weight))
     groups: dict[str, list[nn.Parameter]] = {"matrices": [], "heads": [], "others": []}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         if id(parameter) in heads:
             groups["heads"].append(parameter)
         elif ".layers." in f".{name}" and parameter.ndim > 1:
@@ -57,6 +59,8 @@ def make_optimizers(
         # stacks of experts are not one matrix: they stay with AdamW
         flat = [p for p in groups.get("matrices", []) if p.ndim == 2]
         groups["matrices"] = [p for p in groups.get("matrices", []) if p.ndim != 2]
+        if not flat:
+            raise ValueError("train.optimizer = muon has no matrix to train here: use adamw")
         # an update of AdamW's size, so that one learning rate serves both
         muon = torch.optim.Muon(
             [{"params": flat, "scale": scale}],

@@ -120,6 +120,21 @@ def shard_model(root: nn.Module, mesh: Any, precision: torch.dtype | None) -> No
     fully_shard(root, mesh=mesh, mp_policy=policy, shard_placement_fn=place)
 
 
+def wrap_model(
+    root: nn.Module, recipe: Recipe, world: World, precision: torch.dtype | None, *, by_block: bool
+) -> None:
+    """What a recipe asks for around a model on the meta device; several processes share it."""
+    model = root.model
+    assert isinstance(model, Transformer)
+    if recipe.checkpoint_activations:
+        checkpoint_activations(model)
+    if by_block:
+        compile_layers(model)
+    if world.size > 1:
+        mesh = make_mesh(world.size, world.device.type, recipe.shard_size)
+        shard_model(root, mesh, precision)
+
+
 def allocate(root: nn.Module, device: torch.device, seed: int) -> None:
     """Give a model that was made on the meta device its memory and its first weights.
 

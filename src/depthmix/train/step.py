@@ -3,7 +3,9 @@
 Applied from outside: the model knows nothing of it. Knows nothing of data, schedules or logging.
 """
 
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from depthmix.nn import Transformer
+from depthmix.train.distill import Distillation
 from depthmix.train.loss import RoutingLoss, routing_loss, token_loss
 
 WARMUP_STEPS = 3
@@ -25,11 +28,14 @@ class StepLoss(NamedTuple):
     routing: RoutingLoss
     grad_norm: Float[Tensor, ""] | None = None
     """Norm of the gradient before it was clipped; None without clipping."""
+    distilled: Float[Tensor, ""] | None = None
+    """What a teacher added to it; None without one."""
 
     @property
     def language_model(self) -> Float[Tensor, ""]:
         """The language model's part."""
-        return self.total.detach() - self.routing.loss.detach()
+        rest = self.total.detach() - self.routing.loss.detach()
+        return rest if self.distilled is None else rest - self.distilled
 
 
 def compute_loss(
@@ -37,15 +43,22 @@ def compute_loss(
     tokens: Int[Tensor, "B T"],
     targets: Int[Tensor, "B T"],
     document_ids: Int[Tensor, "B T"] | None = None,
+    distillation: Distillation | None = None,
 ) -> StepLoss:
-    """Language-model loss plus the routing losses of the model's configuration."""
+    """Language-model loss plus the routing losses of the model's configuration, and a teacher's."""
     hidden = model.compute_hidden(tokens, document_ids=document_ids)
     language_model = token_loss(hidden.hidden, model.head.weight, targets)
     routing = routing_loss(model.config, hidden.routings, hidden.expert_routings)
     routed = len(hidden.routings) + len(hidden.expert_routings) > 0
     total = language_model + routing.loss if routed else language_model
     # only the total has a gradient: a second one would be computed, of zeros, at every step
-    return StepLoss(total, RoutingLoss(routing.loss.detach(), *routing[1:]))
+    detached = RoutingLoss(routing.loss.detach(), *routing[1:])
+    if distillation is None:
+        return StepLoss(total, detached)
+    distilled = distillation.compute_loss(
+        hidden.hidden, model.head.weight, tokens, targets, document_ids
+    )
+    return StepLoss(total + distilled, detached, distilled=distilled.detach())
 
 
 class Root(nn.Module):
@@ -73,6 +86,7 @@ class TrainStep:
         clip: float = 0.0,
         accumulate: int = 1,
         root: Root | None = None,
+        distillation: Distillation | None = None,
     ) -> None:
         """`precision` is the autocast type, None for the model's own.
 
@@ -80,10 +94,12 @@ class TrainStep:
         instead of a thousand kernels. It needs an optimiser made with `capturable=True`, and
         batches of one shape. `clip` is the largest norm of the gradient, 0 for none; `accumulate`
         cuts a batch into so many smaller ones. `root` holds the model where it is sharded.
+        `distillation` is a teacher to learn from.
         """
         self.model, self.precision = model, precision
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.clip, self.accumulate = clip, accumulate
+        self.compute_loss = partial(compute_loss, distillation=distillation)
         # a fused optimiser divides the gradient as it reads it, which saves a pass over memory; one
         # tensor for good, since a recorded step finds it by its place
         fused = all(g.get("fused") for o in self.optimizers for g in o.param_groups)
@@ -109,6 +125,13 @@ class TrainStep:
             self.recording = self._record(inputs)
         return self.recording.replay(inputs)
 
+    def forget(self) -> None:
+        """Compile and record anew at the next step: the model computes other shapes from now on."""
+        self.recording = None
+        if "torch._dynamo" in sys.modules:
+            # also the guesses which sizes vary: as a symbol, a capacity would not even trace
+            torch._dynamo.reset()
+
     def _step(self, *inputs: Tensor | None) -> StepLoss:
         parts = [t.chunk(self.accumulate) if t is not None else None for t in inputs]
         results = [
@@ -123,14 +146,14 @@ class TrainStep:
             optimizer.step()
             del optimizer.grad_scale  # pyrefly: ignore[missing-attribute]
             optimizer.zero_grad(set_to_none=True)
-        return StepLoss(result.total, result.routing, norm)
+        return result._replace(grad_norm=norm)
 
     def _accumulate(self, *inputs: Tensor | None) -> StepLoss:
         device = self.model.embedding.weight.device.type
         with torch.autocast(device, dtype=self.precision, enabled=self.precision is not None):
-            result = self.root(compute_loss, *inputs)
+            result = self.root(self.compute_loss, *inputs)
         (result.total if self.accumulate == 1 else result.total / self.accumulate).backward()
-        return StepLoss(result.total.detach(), result.routing)
+        return result._replace(total=result.total.detach())
 
     def _record(self, inputs: tuple[Tensor | None, ...]) -> "Recording":
         static = tuple(None if t is None else t.clone() for t in inputs)

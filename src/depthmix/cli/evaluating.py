@@ -1,0 +1,179 @@
+"""The verb that says how good a model is."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from depthmix.cli.arguments import PlainCommand, app
+
+if TYPE_CHECKING:
+    from depthmix.checkpoint.source import Source
+    from depthmix.eval.perplexity import Stream
+    from depthmix.nn import Transformer
+    from depthmix.sampler import Vocabulary
+
+Text = Annotated[
+    list[str] | None,
+    typer.Option(help="A file of text; - is stdin; may be repeated.", metavar="FILE"),
+]
+Tasks = Annotated[
+    str | None,
+    typer.Option(
+        help="Tasks of lm-eval by name, .yaml files, or python_syntax, which comes with us; "
+        "commas between them."
+    ),
+]
+
+
+@app.command(name="eval", cls=PlainCommand)
+def evaluate(
+    model: Annotated[
+        Path,
+        typer.Argument(help="A run, or an exported or dense folder.", metavar="RUN|DIR"),
+    ],
+    text: Text = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder made by 'prepare': its validation split.",
+            show_default="the run's own, without --text and --tasks",
+        ),
+    ] = None,
+    tasks: Tasks = None,
+    include: Annotated[
+        list[Path] | None,
+        typer.Option(help="A folder of further lm-eval tasks; may be repeated.", metavar="DIR"),
+    ] = None,
+    fewshot: Annotated[
+        int | None, typer.Option(help="Examples before each question; the task's own if empty.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Most questions of each task.")] = None,
+    selector: Annotated[
+        str | None,
+        typer.Option(
+            help="For tasks, who decides over depth: predictor, router, topk or all.",
+            show_default="the trained head",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of the text or the data; all if empty.")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens in a window; the model's max_seq_len if empty.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Windows, or questions, at a time.")] = 8,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Where the tokenizer is, for a run whose data is gone.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
+) -> None:
+    """Say how good a model is: on text, under top-k and causal routing, and on tasks.
+
+    Top-k chooses tokens with the future in sight; what a user of the model gets is the causal loss.
+
+    \b
+    For example:
+      depthmix eval runs/demo-20261115-142233 --text essay.txt
+      depthmix eval runs/demo-20261115-142233 --tasks python_syntax,lambada_openai --json
+    """
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"--device {device} is neither cpu nor cuda")
+    for name, value in (("--max-tokens", max_tokens), ("--batch", batch), ("--limit", limit)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} {value} must be at least 1")
+    if text and data is not None:
+        raise ValueError("give --text or --data, and not both")
+    from depthmix.cli.opening import open_model, open_vocabulary
+
+    source = open_model(model)
+    problem = source.config.find_selector_problem(selector)
+    if problem is not None:
+        raise ValueError(f"--selector {selector}: {problem}")
+    vocabulary = open_vocabulary(model, tokenizer) if text or tasks else None
+    stream = None
+    if text or data is not None or not tasks:
+        stream = read_stream(model, text or [], data, vocabulary, max_tokens)
+    network = load(source, device)
+    found: dict[str, Any] = {"model": str(model)}
+    if stream is not None:
+        from depthmix.eval.perplexity import measure_stream
+
+        found["text"] = measure_stream(network, stream, seq_len=seq_len, batch_size=batch)
+    if tasks and vocabulary is not None:
+        from depthmix.cli.opening import tell_missing
+
+        with tell_missing("eval"):
+            from depthmix.eval.tasks import TaskModel, run_tasks
+        from depthmix.train.evaluate import find_causal_selector
+
+        chosen = selector or find_causal_selector(source.config)
+        adapter = TaskModel(network, *vocabulary, selector=chosen, batch_size=batch)
+        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        options: dict[str, Any] = {"num_fewshot": fewshot, "limit": limit}
+        found["tasks"] = run_tasks(adapter, names, include=include or (), **options)
+        found["selector"] = chosen
+    print(json.dumps(found, indent=2) if as_json else "\n".join(describe(found)))
+
+
+def read_stream(
+    model: Path,
+    texts: list[str],
+    data: Path | None,
+    vocabulary: "Vocabulary | None",
+    max_tokens: int | None,
+) -> "Stream":
+    """The tokens of files, of a data folder, or of what a run was trained on."""
+    from depthmix.eval.texts import read_corpus, read_texts
+
+    if texts:
+        from depthmix.cli.seeing import read_text
+
+        assert vocabulary is not None
+        return read_texts([read_text(file) for file in texts], *vocabulary, max_tokens)
+    from depthmix.data.shards import Corpus
+    from depthmix.rundir import RunDir
+
+    if data is None:
+        starts = RunDir(model).read_json("provenance.json").get("starts", [])
+        used = starts[-1]["data"] if starts else {}
+        if not used.get("hash"):
+            raise ValueError(
+                f"{model} has no data of its own: say with --text or --data what to read"
+            )
+        data = Path(used["folder"])
+    return read_corpus(Corpus.open(data), max_tokens)
+
+
+def load(source: "Source", device: str | None) -> "Transformer":
+    """The model on its device."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no CUDA device is visible to torch: leave out --device cuda")
+    return source.build().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def describe(found: dict[str, Any]) -> list[str]:
+    """The numbers as lines."""
+    lines = []
+    if "text" in found:
+        text = found["text"]
+        told = "" if text["num_bytes"] is None else f" ({text['num_bytes']:,.0f} bytes)"
+        lines.append(
+            f"{found['model']}: {text['num_tokens']:,} tokens{told} in windows of "
+            f"{text['seq_len']:,}; forward FLOPs {text['flops_of_dense']:.1%} of dense"
+        )
+        for name, rule in text["rules"].items():
+            line = f"  {name:6}  loss {rule['loss']:.4f}  perplexity {rule['perplexity']:,.3f}"
+            if rule["bits_per_byte"] is not None:
+                line += f"  bits per byte {rule['bits_per_byte']:.4f}"
+            if rule["share_routed"] is not None:
+                line += f"  routed {rule['share_routed']:.1%}"
+            lines.append(line)
+    for name, metrics in found.get("tasks", {}).items():
+        told = "  ".join(f"{metric} {value:.4g}" for metric, value in metrics.items())
+        lines.append(f"{name}: {told}")
+    return lines

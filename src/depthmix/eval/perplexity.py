@@ -1,0 +1,169 @@
+"""How well a model predicts a text: loss, perplexity and bits per byte, under each rule of routing.
+
+Owns how windows become batches, and that neither a batch's size nor the length of its rows changes
+a number. Does not know where a text or a tokenizer comes from.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from depthmix import flops
+from depthmix.config import ModelConfig
+from depthmix.eval.trace import Window, cut_windows
+from depthmix.nn import Transformer
+from depthmix.nn.transformer import Hidden
+from depthmix.train.evaluate import bits_per_byte, find_causal_selector
+from depthmix.train.loss import IGNORE
+
+# logits of so many tokens at once
+CHUNK_TOKENS = 1024
+
+
+class Stream(NamedTuple):
+    """Tokens in a row, and what they stand for."""
+
+    tokens: Sequence[int]
+    num_bytes: float | None
+    """UTF-8 bytes of all that is predicted; None where nobody knows."""
+    end_token: int | None
+    """What begins a document."""
+
+
+class Padded(NamedTuple):
+    """Rows of unequal length as one batch."""
+
+    tokens: Int[Tensor, "B T"]
+    targets: Int[Tensor, "B T"]
+    """`IGNORE` where nothing is predicted."""
+    documents: Int[Tensor, "B T"] | None
+    """Negative where a row has ended; None where all rows are whole and one document each."""
+
+
+def measure_stream(
+    model: Transformer,
+    stream: Stream,
+    *,
+    seq_len: int | None = None,
+    batch_size: int = 8,
+    document_mask: bool = True,
+) -> dict[str, Any]:
+    """Every rule's loss in nats, perplexity, bits per byte and share of tokens routed.
+
+    The stream is cut into windows of `seq_len` tokens, the model's `max_seq_len` if empty, and each
+    is a row of its own, as in training. A dense model has the rule `dense`; a routed one `topk`,
+    its training's, and `causal`, where it has a head for it.
+    """
+    config = model.config
+    length = min(seq_len or config.max_seq_len, config.max_seq_len)
+    if len(stream.tokens) < 2:
+        raise ValueError("there is nothing to predict: give a text of at least two tokens")
+    if max(stream.tokens) >= config.vocab_size:
+        raise ValueError(
+            f"the text has token {max(stream.tokens)}, and the model knows {config.vocab_size}: "
+            f"the tokenizer is not the model's"
+        )
+    if seq_len is not None and seq_len < 1:
+        raise ValueError(f"seq_len = {seq_len} must be at least 1")
+    if batch_size < 1:
+        raise ValueError(f"batch_size = {batch_size} must be at least 1")
+    end_token = stream.end_token if document_mask else None
+    num_predicted = len(stream.tokens) - 1
+    per_token = None if stream.num_bytes is None else stream.num_bytes / num_predicted
+    rules = {}
+    for name, selector in list_rules(config).items():
+        windows = cut_windows(stream.tokens, length, end_token)
+        loss, share = _measure(model, windows, selector, batch_size)
+        rules[name] = {
+            "selector": selector,
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)),
+            "bits_per_byte": bits_per_byte(loss, per_token),
+            "share_routed": share,
+        }
+    return {
+        "num_tokens": num_predicted,
+        "num_bytes": stream.num_bytes,
+        "seq_len": length,
+        "flops_of_dense": _compare_flops(config, length),
+        "rules": rules,
+    }
+
+
+def list_rules(config: ModelConfig) -> dict[str, str | None]:
+    """Name of each rule that a model can be judged by → its selector."""
+    if not config.needs_selector_to_decode:
+        return {"dense" if not config.routed_layers else "topk": None}
+    causal = find_causal_selector(config)
+    return {"topk": None} | ({} if causal is None else {"causal": causal})
+
+
+def pad_rows(
+    rows: Sequence[Window], device: torch.device, *, num_scored: Sequence[int] | None = None
+) -> Padded:
+    """Windows side by side; `num_scored` are the last targets of each that count, else all."""
+    length = max(row.tokens.shape[1] for row in rows)
+    whole = all(row.documents is None and row.tokens.shape[1] == length for row in rows)
+    tokens = torch.zeros(len(rows), length, dtype=torch.long)
+    targets, documents = torch.full_like(tokens, IGNORE), torch.full_like(tokens, -1)
+    for place, row in enumerate(rows):
+        size, predicted = row.tokens.shape[1], len(row.targets)
+        tokens[place, :size] = row.tokens[0]
+        documents[place, :size] = 0 if row.documents is None else row.documents[0]
+        first = 0 if num_scored is None else predicted - num_scored[place]
+        targets[place, first:predicted] = row.targets[first:]
+    return Padded(tokens.to(device), targets.to(device), None if whole else documents.to(device))
+
+
+@torch.inference_mode()
+def score_rows(
+    model: Transformer, batch: Padded, selector: str | None
+) -> tuple[Float[Tensor, "B T"], Int[Tensor, "B T"], Hidden]:
+    """Loss of each target in nats, 0 where there is none; the most probable token there."""
+    kind = batch.tokens.device.type
+    # as training computes there; routers score in float32 all the same
+    with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
+        found = model.compute_hidden(batch.tokens, selector=selector, document_ids=batch.documents)
+    losses, best = [], []
+    flat_targets = batch.targets.flatten()
+    # bf16 logits would blur what is compared here
+    flat = found.hidden.to(model.head.weight.dtype).flatten(0, 1)
+    for start in range(0, len(flat), CHUNK_TOKENS):
+        logits_TV = model.head(flat[start : start + CHUNK_TOKENS]).float()
+        targets_T = flat_targets[start : start + CHUNK_TOKENS]
+        losses.append(
+            torch.nn.functional.cross_entropy(
+                logits_TV, targets_T, ignore_index=IGNORE, reduction="none"
+            )
+        )
+        best.append(logits_TV.argmax(-1))
+    shape = batch.targets.shape
+    return torch.cat(losses).view(shape), torch.cat(best).view(shape), found
+
+
+def _measure(
+    model: Transformer, windows: Iterator[Window], selector: str | None, batch_size: int
+) -> tuple[float, float | None]:
+    """Mean loss over all targets, and the share of (token, routed block) pairs that were routed."""
+    device = model.embedding.weight.device
+    total = count = routed = places = 0.0
+    while rows := list(islice(windows, batch_size)):
+        batch = pad_rows(rows, device)
+        losses, _, found = score_rows(model, batch, selector)
+        total += float(losses.double().sum())
+        count += int((batch.targets != IGNORE).sum())
+        for routing in found.routings:
+            routed += int((routing.slot >= 0).sum())
+            places += sum(row.tokens.shape[1] for row in rows)
+    return total / count, routed / places if places else None
+
+
+def _compare_flops(config: ModelConfig, length: int) -> float:
+    """Forward FLOPs by the training's rule as a share of the dense twin's."""
+    dense = flops.forward_flops(config.dense_twin(), seq_len=length)
+    return flops.forward_flops(config, seq_len=length) / dense

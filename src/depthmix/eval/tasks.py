@@ -1,0 +1,215 @@
+"""Tasks of lm-eval on our models: the adapter that it calls, and tasks that lie in files.
+
+The only importer of lm-eval, which is an extra. A task's file is YAML beside its JSONL; nothing in
+it is run. Does not know where a model or a tokenizer comes from.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import torch
+import yaml
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows
+
+from depthmix.eval.perplexity import pad_rows, score_rows
+from depthmix.eval.trace import Window
+from depthmix.infer import Engine, SamplingParams
+from depthmix.nn import Transformer
+from depthmix.train.loss import IGNORE
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# lm-eval's own default
+MAX_NEW_TOKENS = 256
+
+
+class TaskModel(LM):
+    """A model and its tokenizer as lm-eval sees them; every text begins with the end token."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: "tokenizers.Tokenizer",
+        end_token: int | None,
+        *,
+        selector: str | None,
+        batch_size: int = 8,
+    ) -> None:
+        super().__init__()
+        self.model, self.tokenizer, self.end_token = model, tokenizer, end_token
+        self.selector, self.batch_size = selector, batch_size
+
+    def encode(self, text: str) -> list[int]:
+        """A text's tokens and nothing else."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation after its context; whether greedy would give it."""
+        pairs = []
+        for request in requests:
+            context, continuation = request.args
+            # together, because a token may reach over the place where they meet
+            whole = self.encode(context + continuation)
+            pairs.append((whole, len(whole) - min(len(self.encode(context)), len(whole) - 1)))
+        return self._score([([*self._begin(ids), *ids], count) for ids, count in pairs])
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-probability of whole texts, each token once."""
+        prefix = 0 if self.end_token is None else self.end_token
+        rows, owners = [], []
+        for number, request in enumerate(requests):
+            windows = get_rolling_token_windows(
+                self.encode(request.args[0]), prefix, self.model.config.max_seq_len, 1
+            )
+            for given, predicted in windows:
+                rows.append(([*given, predicted[-1]], len(predicted)))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for owner, (score, _) in zip(owners, self._score(rows), strict=True):
+            totals[owner] += score
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Greedy text, unless a task asks for a temperature, up to a stop string."""
+        engine = Engine(
+            self.model,
+            selector=self.selector,
+            decode=lambda ids: self.tokenizer.decode(list(ids), skip_special_tokens=False),
+            max_batch=self.batch_size,
+        )
+        texts = []
+        for request in requests:
+            context, options = request.args
+            stop = options.get("until") or []
+            count = int(options.get("max_gen_toks", MAX_NEW_TOKENS))
+            params = SamplingParams(
+                max_tokens=count,
+                temperature=options.get("temperature", 0.0) if options.get("do_sample") else 0.0,
+                stop=[stop] if isinstance(stop, str) else [text for text in stop if text],
+                stop_tokens=() if self.end_token is None else (self.end_token,),
+                seed=0,
+            )
+            ids = self.encode(context)
+            room = max(1, self.model.config.max_seq_len - count)
+            prompt = [*self._begin(ids), *ids][-room:]
+            (result,) = engine.generate([prompt], params)
+            end = "" if self.end_token is None else self.tokenizer.id_to_token(self.end_token)
+            texts.append((result.samples[0].text or "").removesuffix(end or ""))
+        return texts
+
+    def _begin(self, ids: Sequence[int]) -> list[int]:
+        return [] if self.end_token is None or ids[:1] == [self.end_token] else [self.end_token]
+
+    def _score(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+        """For each row of tokens: how probable its last so many are, and whether they are best."""
+        longest = self.model.config.max_seq_len + 1
+        device = self.model.embedding.weight.device
+        scores: dict[int, tuple[float, bool]] = {}
+        # rows of like length together, the longest first: what does not fit is known at once
+        order = sorted(range(len(rows)), key=lambda n: -len(rows[n][0]))
+        for start in range(0, len(order), self.batch_size):
+            chosen = order[start : start + self.batch_size]
+            windows, counts = [], []
+            for number in chosen:
+                ids = torch.tensor(rows[number][0][-longest:])
+                windows.append(Window(ids[None, :-1], ids[1:], None))
+                counts.append(min(rows[number][1], len(ids) - 1))
+            batch = pad_rows(windows, device, num_scored=counts)
+            losses, best, _ = score_rows(self.model, batch, self.selector)
+            right = ((best == batch.targets) | (batch.targets == IGNORE)).all(1)
+            sums = losses.double().sum(1)
+            for number, loss, greedy in zip(chosen, sums.tolist(), right.tolist(), strict=True):
+                scores[number] = (-loss, greedy)
+        return [scores[number] for number in range(len(rows))]
+
+
+def run_tasks(
+    model: TaskModel,
+    names: Sequence[str],
+    *,
+    include: Sequence[Path] = (),
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Each task's metrics. A name is one of `list_own_tasks`, a .yaml file, or lm-eval's."""
+    # its progress and advice are for its own command line
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    found = [_find_task(name) for name in names]
+    only_own = all(isinstance(task, dict) for task in found)
+    manager = TaskManager(
+        include_path=[str(path) for path in include], include_defaults=not only_own
+    )
+    if not only_own:
+        known = set(manager.all_tasks)
+        for task in found:
+            if isinstance(task, str) and task not in known and "*" not in task:
+                raise ValueError(
+                    f"there is no task '{task}': name one of lm-eval's, a .yaml file, or one of "
+                    f"ours: {', '.join(list_own_tasks())}"
+                )
+    results = simple_evaluate(
+        model=model,
+        tasks=found,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        task_manager=manager,
+        log_samples=False,
+        bootstrap_iters=0,
+    )
+    assert results is not None
+    return {name: _keep_numbers(values) for name, values in results["results"].items()}
+
+
+def list_own_tasks() -> dict[str, Path]:
+    """The tasks that come with the package: name → file."""
+    folder = Path(str(resources.files("depthmix.eval"))) / "offline"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def _find_task(name: str) -> str | dict[str, Any]:
+    path = list_own_tasks().get(name, Path(name))
+    if path.suffix not in (".yaml", ".yml"):
+        return name
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        files = tree["dataset_kwargs"]["data_files"]
+        splits = {str(split): path.parent / str(file) for split, file in files.items()}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not plain YAML, and code in it is not run: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} does not name its JSONL as dataset_kwargs.data_files.SPLIT"
+        ) from error
+    rows = {split: datasets.Dataset.from_list(_read_lines(p)) for split, p in splits.items()}
+    # read here: no cache is written, and a name is looked for beside its task
+    del tree["dataset_kwargs"]
+    return {**tree, "custom_dataset": lambda **_: rows}
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}, which its task names")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        return [json.loads(line) for line in lines if line.strip()]
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSONL: {error}") from error
+
+
+def _keep_numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """Metrics by name, their filters left out where there is none."""
+    kept = {name.removesuffix(",none"): value for name, value in values.items()}
+    return {n: v for n, v in kept.items() if isinstance(v, int | float) and "stderr" not in n}

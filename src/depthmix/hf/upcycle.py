@@ -1,0 +1,111 @@
+"""A dense checkpoint → a run whose blocks route, and which nobody has trained yet.
+
+Owns what a converted model begins as: the same function as long as every token is kept. Knows
+nothing of training.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from depthmix import fields, flops
+from depthmix.checkpoint import Checkpoints
+from depthmix.checkpoint.fit import fit_weights
+from depthmix.checkpoint.source import Source
+from depthmix.config import ModelConfig
+from depthmix.data.tokenizer import TOKENIZER_FILE
+from depthmix.data.writer import hash_file
+from depthmix.hf.source import find_end, open_source
+from depthmix.recipe import RunConfig
+from depthmix.rundir import RunDir, collect_provenance
+
+# the gate is 1 + tanh(0) whatever the router reads, and what it reads is of one size: the residual
+# stream of SmolLM2 reaches 22,814
+DEFAULTS: dict[str, Any] = {
+    "routing.strategy": "expert_choice",
+    "routing.gate": "tanh1",
+    "routing.init_std": 0.0,
+    "routing.normalize_input": True,
+}
+
+# FLOPs are told for sequences of this length, or the model's where it is shorter
+TOLD_LENGTH = 1024
+
+
+class Upcycled(NamedTuple):
+    """A new run, and what it was made of."""
+
+    run: RunDir
+    source: Source
+    config: ModelConfig
+    num_new: int
+    """Parameters of routers and predictors."""
+
+    def describe(self) -> list[str]:
+        """What was done, a line each."""
+        config, routing = self.config, self.config.routing
+        total = flops.num_parameters(config).total
+        length = min(TOLD_LENGTH, config.max_seq_len)
+        dense = flops.forward_flops(config.dense_twin(), seq_len=length)
+        routed = flops.forward_flops(config, seq_len=length)
+        shares = sorted(set(config.capacities), reverse=True)
+        told = f"{shares[0]:g}" if len(shares) == 1 else f"{shares[0]:g} to {shares[-1]:g}"
+        return [
+            f"{self.run.path}: {total / 1e6:.1f} M parameters of {self.source.path} "
+            f"({self.source.kind}), {self.num_new:,} of them new in routers and predictors",
+            f"{len(config.routed_layers)} of {config.num_layers} blocks route: capacity {told}, "
+            f"gate {routing.gate}",
+            f"forward FLOPs of {length:,} tokens: {dense:.3g} dense, {routed:.3g} routed "
+            f"({routed / dense:.1%})",
+        ]
+
+
+def upcycle(source: Path, out: Path, overrides: Mapping[str, Any]) -> Upcycled:
+    """Make a run of a dense model with routers around some of its blocks.
+
+    `overrides` are dotted fields of the model; only those of its routing may differ from the
+    source, and `max_seq_len`, which may be smaller.
+    """
+    RunDir(out).check_free()
+    opened = open_source(source, max_seq_len=_read_length(overrides))
+    if opened.config.routed_layers:
+        raise ValueError(f"{source} routes already: train it with 'depthmix train --from {source}'")
+    config = opened.config.override({**DEFAULTS, **overrides})
+    if not config.routed_layers:
+        raise ValueError("routing.strategy = none leaves the model dense: choose another")
+    # the same refusals as for a run, before anything is read or written
+    run = RunConfig(model=config)
+    fitted = fit_weights(config, opened.load(), source)
+    weights = {name: value.float() for name, value in fitted.weights.items()}
+    tokenizer = source / TOKENIZER_FILE
+    origin = {
+        "folder": str(source.resolve()),
+        "hash": None,
+        "end_token": find_end(source),
+        "tokenizer_hash": hash_file(tokenizer) if tokenizer.is_file() else None,
+        "upcycled": opened.kind,
+    }
+    start = collect_provenance(seed=run.train.seed, data=origin, device={"kind": "cpu"})
+    folder = RunDir.create(out, run.to_toml(), start)
+    if tokenizer.is_file():
+        shutil.copyfile(tokenizer, out / TOKENIZER_FILE)
+    _save(folder, run, weights)
+    reason = f"upcycled from {source}, not trained: heal it with depthmix train --from {out}"
+    folder.write_status("finished", step=0, num_steps=0, loss=None, reason=reason)
+    num_new = sum(weights[name].numel() for name in fitted.new)
+    return Upcycled(folder, opened, config, num_new)
+
+
+def _save(folder: RunDir, run: RunConfig, weights: dict[str, Tensor]) -> None:
+    checkpoints = Checkpoints(folder.checkpoints, asynchronous=False)
+    state = {"config": run.to_dict(), "val": {}, "loss": None}
+    checkpoints.save(0, {"model": weights}, state)
+
+
+def _read_length(overrides: Mapping[str, Any]) -> int | None:
+    if "max_seq_len" not in overrides:
+        return None
+    return fields.override(ModelConfig(), {"max_seq_len": overrides["max_seq_len"]}).max_seq_len

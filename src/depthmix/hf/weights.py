@@ -1,0 +1,294 @@
+"""Dense checkpoints of Hugging Face's folders ⇄ our names: one table, both ways.
+
+Owns what their `config.json` means to us, and what of it we refuse. Reads JSON and safetensors
+itself: nothing is unpickled, and no code or class of theirs is needed.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthmix.config import ModelConfig
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+
+# model_type -> what its blocks have beside the rest; SmolLM and many others are of type llama
+FAMILIES: dict[str, dict[str, bool]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+}
+
+# our name -> theirs; where they have several, ours are theirs below each other
+TABLE: dict[str, tuple[str, ...]] = {
+    "embedding.weight": ("model.embed_tokens.weight",),
+    "norm.weight": ("model.norm.weight",),
+    "head.weight": ("lm_head.weight",),
+}
+# the same in each block, after layers.N. here and model.layers.N. there
+BLOCK_TABLE: dict[str, tuple[str, ...]] = {
+    "norm_attention.weight": ("input_layernorm.weight",),
+    "attention.w_qk.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight"),
+    "attention.w_qk.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias"),
+    "attention.w_value.weight": ("self_attn.v_proj.weight",),
+    "attention.w_value.bias": ("self_attn.v_proj.bias",),
+    "attention.w_out.weight": ("self_attn.o_proj.weight",),
+    "attention.norm_query.weight": ("self_attn.q_norm.weight",),
+    "attention.norm_key.weight": ("self_attn.k_norm.weight",),
+    "norm_mlp.weight": ("post_attention_layernorm.weight",),
+    "mlp.w_gate.weight": ("mlp.gate_proj.weight",),
+    "mlp.w_up.weight": ("mlp.up_proj.weight",),
+    "mlp.w_out.weight": ("mlp.down_proj.weight",),
+}
+
+# a table of frequencies that old releases saved; it follows from the configuration
+IGNORED = ".rotary_emb.inv_freq"
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Entry(NamedTuple):
+    """One of our tensors, and where it comes from."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    num_rows: tuple[int, ...]
+    """First dimension of each of theirs."""
+    rest: tuple[int, ...]
+    """The other dimensions, which they share."""
+
+    def list_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of each of theirs."""
+        for name, rows in zip(self.theirs, self.num_rows, strict=True):
+            yield name, (rows, *self.rest)
+
+
+def read_config(folder: Path, *, max_seq_len: int | None = None) -> ModelConfig:
+    """The dense model that a folder's `config.json` describes; what we cannot be is refused.
+
+    `max_seq_len` is for fewer positions than it was made for.
+    """
+    tree = read_tree(folder)
+    kind = str(tree.get("model_type"))
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"{folder} is of the architecture '{kind}', which cannot be read: it must be one of "
+            f"{', '.join(FAMILIES)}"
+        )
+    num_positions = _get(folder, tree, "max_position_embeddings", int)
+    length = min(num_positions, max_seq_len or num_positions)
+    problem = next(_find_problems(kind, tree, length), None)
+    if problem is not None:
+        raise ValueError(f"{folder} has {problem}")
+    rope = tree.get("rope_parameters") or {}
+    theta = rope.get("rope_theta", tree.get("rope_theta", 10000.0))
+    try:
+        return ModelConfig.from_dict(
+            {
+                "vocab_size": _get(folder, tree, "vocab_size", int),
+                "max_seq_len": length,
+                "num_layers": _get(folder, tree, "num_hidden_layers", int),
+                "width": _get(folder, tree, "hidden_size", int),
+                "num_heads": _get(folder, tree, "num_attention_heads", int),
+                "num_kv_heads": tree.get("num_key_value_heads"),
+                "head_width": tree.get("head_dim"),
+                "mlp_width": _get(folder, tree, "intermediate_size", int),
+                "tied_head": tree.get("tie_word_embeddings", False),
+                "rope_theta": theta,
+                "norm_eps": tree.get("rms_norm_eps", 1e-6),
+                **FAMILIES[kind],
+            }
+        )
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_FILE} does not make a model: {error}") from error
+
+
+def read_tree(folder: Path) -> dict[str, Any]:
+    """A folder's `config.json`."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {CONFIG_FILE}: name the folder of a model")
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return tree
+
+
+def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """The weights of a dense model by our names, in float32 on the CPU.
+
+    What is missing, too much, or of another shape than `config` says is refused with its name.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    files = find_files(folder)
+    entries = list(list_entries(config))
+    with ExitStack() as stack:
+        try:
+            opened = {
+                path: stack.enter_context(safe_open(path, framework="pt"))
+                for path in set(files.values())
+            }
+        except SafetensorError as error:
+            raise ValueError(f"{folder} has a damaged file of weights: {error}") from error
+        shapes = {}
+        for name, path in files.items():
+            if name not in opened[path].keys():  # noqa: SIM118
+                raise ValueError(f"{path} does not hold '{name}', as {INDEX_FILE} says")
+            shapes[name] = tuple(opened[path].get_slice(name).get_shape())
+        _check_shapes(folder, entries, shapes, tied=config.tied_head)
+
+        def read(name: str) -> Tensor:
+            value = opened[files[name]].get_tensor(name)
+            if value.dtype not in FLOATS:
+                raise ValueError(
+                    f"'{name}' in {folder} is {value.dtype}: quantised weights cannot be read, "
+                    f"use the original ones"
+                )
+            return value.float()
+
+        weights = {e.ours: torch.cat([read(name) for name in e.theirs]) for e in entries}
+        (spare,) = TABLE["head.weight"]
+        if config.tied_head and spare in files:
+            _check_tied(folder, read(spare), weights["embedding.weight"])
+    return weights
+
+
+def to_foreign(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a dense model by their names: the inverse of what `read_weights` does to names."""
+    found = {}
+    for entry in list_entries(config):
+        parts = weights[entry.ours].split(entry.num_rows)
+        found |= zip(entry.theirs, (part.contiguous() for part in parts), strict=True)
+    return found
+
+
+def list_entries(config: ModelConfig) -> Iterator[Entry]:
+    """Every tensor of a dense model, and what it is there; a tied head has none of its own."""
+    shape, width = config.shape, config.width
+    query, key = config.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
+    # rows of each of theirs, and the width of a row; None where it is a vector
+    sizes: dict[str, tuple[tuple[int, ...], int | None]] = {
+        "embedding.weight": ((config.vocab_size,), width),
+        "norm.weight": ((width,), None),
+        "norm_attention.weight": ((width,), None),
+        "attention.w_qk.weight": ((query, key), width),
+        "attention.w_value.weight": ((key,), width),
+        "attention.w_out.weight": ((width,), query),
+        "norm_mlp.weight": ((width,), None),
+        "mlp.w_gate.weight": ((shape.mlp_width,), width),
+        "mlp.w_up.weight": ((shape.mlp_width,), width),
+        "mlp.w_out.weight": ((width,), shape.mlp_width),
+    }
+    if not config.tied_head:
+        sizes["head.weight"] = sizes["embedding.weight"]
+    if config.qkv_bias:
+        sizes["attention.w_qk.bias"] = ((query, key), None)
+        sizes["attention.w_value.bias"] = ((key,), None)
+    if config.qk_norm:
+        sizes["attention.norm_query.weight"] = ((shape.head_width,), None)
+        sizes["attention.norm_key.weight"] = ((shape.head_width,), None)
+    prefixes = [("", "", TABLE)]
+    prefixes += [
+        (f"layers.{n}.", f"model.layers.{n}.", BLOCK_TABLE) for n in range(config.num_layers)
+    ]
+    for ours, theirs, table in prefixes:
+        for name, others in table.items():
+            if name in sizes:
+                rows, last = sizes[name]
+                others = tuple(theirs + other for other in others)
+                yield Entry(ours + name, others, rows, () if last is None else (last,))
+
+
+def _find_problems(kind: str, tree: Mapping[str, Any], length: int) -> Iterator[str]:
+    """What a dense model of ours cannot do, each as the end of a sentence."""
+    for name in tree.get("architectures") or []:
+        if not str(name).endswith("ForCausalLM"):
+            yield f"the architecture '{name}': only language models (…ForCausalLM) can be read"
+    if tree.get("quantization_config"):
+        yield "quantised weights (quantization_config): use the original ones"
+    if tree.get("hidden_act", "silu") not in ("silu", "swish"):
+        yield f"the activation '{tree['hidden_act']}': only silu can be read"
+    # Qwen2 has biases on queries, keys and values whatever it says here
+    for name in ("attention_bias", "mlp_bias"):
+        if tree.get(name) and kind != "qwen2":
+            yield f"{name} = true: such biases cannot be read"
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = tree.get(name) or {}
+        scaling = rope.get("rope_type", rope.get("type", "default"))
+        if scaling != "default":
+            yield f"scaled rotary positions ({name} of type '{scaling}'), which cannot be read"
+        if rope.get("partial_rotary_factor", 1) != 1:
+            yield f"partial rotary positions ({name}), which cannot be read"
+    # Mistral's window where its configuration does not say
+    window = tree.get("sliding_window", 4096 if kind == "mistral" else None)
+    if tree.get("use_sliding_window", kind == "mistral") and window and window < length:
+        yield (
+            f"attention in a sliding window of {window} tokens: up to so many it is the same as "
+            f"without, so give max_seq_len={window}"
+        )
+
+
+def _get(folder: Path, tree: Mapping[str, Any], name: str, kind: type) -> Any:
+    if not isinstance(tree.get(name), kind):
+        raise ValueError(f"{folder / CONFIG_FILE} does not say {name}: it is no model's")
+    return tree[name]
+
+
+def find_files(folder: Path) -> dict[str, Path]:
+    """Name of each tensor → its file."""
+    from safetensors import SafetensorError, safe_open
+
+    if (folder / INDEX_FILE).is_file():
+        try:
+            index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+            names = {str(name): str(file) for name, file in index.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{folder / INDEX_FILE} is damaged: {error}") from error
+        for file in set(names.values()):
+            # a name and nothing else: an index must not lead out of its folder
+            if Path(file).name != file or not (folder / file).is_file():
+                raise ValueError(f"{folder / INDEX_FILE} names '{file}', which is not there")
+        return {name: folder / file for name, file in names.items()}
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        pickled = sorted(p.name for p in folder.glob("*.bin"))
+        hint = f" ({pickled[0]} is pickled, and not read: save it as safetensors)" * bool(pickled)
+        raise ValueError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{hint}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict.fromkeys(file.keys(), path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a sound safetensors file: {error}") from error
+
+
+def _check_shapes(
+    folder: Path, entries: list[Entry], shapes: dict[str, tuple[int, ...]], *, tied: bool
+) -> None:
+    wanted = dict(pair for entry in entries for pair in entry.list_shapes())
+    spare = TABLE["head.weight"] if tied else ()
+    present = {n: s for n, s in shapes.items() if not n.endswith(IGNORED) and n not in spare}
+    for name in sorted(wanted.keys() | present.keys()):
+        if wanted.get(name) != present.get(name):
+            raise ValueError(
+                f"the weights in {folder} do not fit its {CONFIG_FILE}: '{name}' is "
+                f"{present.get(name, 'missing')} and should be {wanted.get(name, 'absent')}"
+            )
+
+
+def _check_tied(folder: Path, head: Tensor, embedding: Tensor) -> None:
+    if not torch.equal(head, embedding):
+        raise ValueError(
+            f"{folder / CONFIG_FILE} says that the head is the embedding (tie_word_embeddings), "
+            f"and the weights hold another one: set it to false there"
+        )

@@ -1,0 +1,104 @@
+"""`depthmix eval` on runs and on folders, as lines and as JSON."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from depthmix.checkpoint import load_model
+from depthmix.cli import main
+from depthmix.hf.upcycle import upcycle
+from foreign_models import write_foreign
+from text_runs import write_text_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_run(tmp_path_factory.mktemp("eval"))
+
+
+def evaluate(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["eval", *map(str, args), "--json", "--device", "cpu"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def write_exported(run: Path, folder: Path) -> Path:
+    """A run as an exported folder has it."""
+    model = load_model(run, which="best")
+    folder.mkdir()
+    tree = {**model.config.to_dict(), "model_type": "depthmix", "selector": None, "dtype": "x"}
+    (folder / "config.json").write_text(json.dumps(tree))
+    weights = {f"model.{name}": value for name, value in model.state_dict().items()}
+    del weights["model.head.weight"]
+    save_file(weights, folder / "model.safetensors")
+    (folder / "tokenizer.json").write_bytes((run / "tokenizer.json").read_bytes())
+    return folder
+
+
+def test_a_run_on_its_own_data_and_on_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = evaluate(capsys, run)
+    assert own["text"]["rules"].keys() == {"topk", "causal"}
+    assert evaluate(capsys, run, "--data", run.with_name("data")) == own
+    text = run.with_name("text.txt")
+    short = evaluate(capsys, run, "--text", text, "--max-tokens", 40, "--seq-len", 16)
+    assert short["text"]["num_tokens"] == 40
+    assert short["text"]["seq_len"] == 16
+    assert main(["eval", str(run), "--text", str(text), "--text", str(text)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "in windows of 32; forward FLOPs" in lines[0]
+    assert lines[1].startswith("  topk    loss ")
+    assert "bits per byte" in lines[2]
+    assert "routed" in lines[2]
+
+
+def test_an_exported_folder_gives_the_same_numbers(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_exported(run, tmp_path / "exported")
+    text = ("--text", run.with_name("text.txt"), "--max-tokens", 100)
+    found = evaluate(capsys, folder, *text)
+    assert found["text"] == evaluate(capsys, run, *text)["text"]
+    pytest.importorskip("lm_eval")
+    tasks = ("--tasks", "python_syntax", "--limit", 5)
+    found = evaluate(capsys, folder, *tasks)
+    assert found["selector"] == "predictor"
+    assert found["tasks"] == evaluate(capsys, run, *tasks)["tasks"]
+    assert "text" not in found
+
+
+def test_dense_and_upcycled_agree_where_nothing_is_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = write_foreign(tmp_path / "dense")
+    upcycle(dense, tmp_path / "run", {"routing.predictor_width": 8})
+    text = tmp_path / "text.txt"
+    text.write_text("line 3 says 9 and no more, line 4 says 16 and so on " * 5)
+    original = evaluate(capsys, dense, "--text", text)["text"]
+    routed = evaluate(capsys, tmp_path / "run", "--text", text)["text"]
+    assert original["rules"].keys() == {"dense"}
+    wanted = original["rules"]["dense"]["loss"]
+    assert routed["rules"]["causal"]["loss"] == pytest.approx(wanted, abs=1e-4)
+    assert routed["rules"]["causal"]["share_routed"] == 1
+    assert routed["rules"]["topk"]["loss"] != pytest.approx(wanted, abs=1e-2)
+    assert routed["rules"]["topk"]["share_routed"] < 0.2
+    assert main(["eval", str(tmp_path / "run")]) == 2
+    assert "has no data of its own: say with --text or --data" in capsys.readouterr().err
+
+
+def test_mistakes_end_in_a_sentence(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = str(run.with_name("text.txt"))
+    for args, told in (
+        ((str(tmp_path),), "is no model"),
+        ((str(run), "--text", text, "--data", "data"), "and not both"),
+        ((str(run), "--text", text, "--batch", "0"), "--batch 0 must be at least 1"),
+        ((str(run), "--text", text, "--device", "tpu"), "neither cpu nor cuda"),
+        ((str(run), "--text", text, "--selector", "magic"), "there is no selector 'magic'"),
+        ((str(run), "--text", text, "--max-tokens", "0"), "--max-tokens 0 must be"),
+    ):
+        assert main(["eval", *args]) == 2
+        assert told in capsys.readouterr().err

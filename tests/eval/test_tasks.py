@@ -1,0 +1,149 @@
+"""lm-eval on our models: scores by hand, the same in every batch, and tasks that lie in files."""
+
+import ast
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from depthmix.data.tokenizer import train_tokenizer
+from depthmix.nn import Transformer
+from variants import make_config
+
+tasks = pytest.importorskip("depthmix.eval.tasks", exc_type=ImportError)
+
+LINES = [f"line {i} says {i * i} and no more\n" for i in range(60)]
+TOKENIZER = train_tokenizer(LINES, 300, parallel=False)
+
+
+class Request(NamedTuple):
+    args: tuple[Any, ...]
+
+
+def make_model(name: str = "mod", batch_size: int = 4, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Transformer(make_config(name, vocab_size=300, max_seq_len=32)).eval()
+    with torch.no_grad():
+        model.norm.weight.mul_(20)
+    options = {"selector": None if name == "dense" else "predictor", **options}
+    return tasks.TaskModel(model, TOKENIZER, 0, batch_size=batch_size, **options)
+
+
+PAIRS = [
+    ("line 3", " says 9"),
+    ("", "line"),
+    ("line 4 says", " 16 and no more"),
+    ("a long way to say very little " * 4, " and no more"),
+    ("line 3", " says 10 and much"),
+]
+
+
+@torch.no_grad()
+def score_by_hand(model: Any, context: str, continuation: str) -> tuple[float, bool]:
+    whole = [0, *TOKENIZER.encode(context + continuation).ids]
+    count = len(whole) - 1 - len(TOKENIZER.encode(context).ids)
+    whole = whole[-33:]
+    logs = model.model(torch.tensor([whole[:-1]]), selector=model.selector).logits[0]
+    logs = logs.log_softmax(-1)[-count:]
+    wanted = torch.tensor(whole[-count:])
+    total = logs.gather(1, wanted[:, None]).sum()
+    return float(total), bool((logs.argmax(-1) == wanted).all())
+
+
+@pytest.mark.parametrize("name", ["dense", "mod"])
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_scores_by_hand_in_any_batch(name: str, batch_size: int) -> None:
+    model = make_model(name, batch_size)
+    found = model.loglikelihood([Request(pair) for pair in PAIRS])
+    for pair, (score, greedy) in zip(PAIRS, found, strict=True):
+        wanted = score_by_hand(model, *pair)
+        assert score == pytest.approx(wanted[0], abs=1e-3)
+        assert greedy == wanted[1]
+
+
+def test_what_greedy_decoding_writes_is_greedy() -> None:
+    model = make_model()
+    (text,) = model.generate_until([Request(("line 3", {"until": [], "max_gen_toks": 4}))])
+    ids = TOKENIZER.encode("line 3" + text).ids
+    if ids[:-4] == TOKENIZER.encode("line 3").ids:
+        ((_, greedy),) = model.loglikelihood([Request(("line 3", text))])
+        assert greedy
+    options = {"until": text[1:3], "max_gen_toks": 4}
+    (shorter,) = model.generate_until([Request(("line 3", options))])
+    assert shorter == text[: text.index(text[1:3])]
+
+
+@torch.no_grad()
+def test_long_texts_are_scored_token_by_token_once() -> None:
+    model = make_model("dense", batch_size=3)
+    texts = ["".join(LINES[:10]), "line"]
+    found = model.loglikelihood_rolling([Request((text,)) for text in texts])
+    assert len(TOKENIZER.encode(texts[0]).ids) > 64
+    ids = [0, *TOKENIZER.encode(texts[1]).ids]
+    logs = model.model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
+    wanted = logs.gather(1, torch.tensor(ids[1:])[:, None]).sum()
+    assert found[1] == pytest.approx(float(wanted), abs=1e-3)
+    # a window of its own for each 32 that are predicted, the last one as long as the others
+    ids = [0, *TOKENIZER.encode(texts[0]).ids]
+    total, done = 0.0, 0
+    while done < len(ids) - 1:
+        count = min(32, len(ids) - 1 - done)
+        first = max(0, done + count - 32)
+        logs = model.model(torch.tensor([ids[first : done + count]])).logits[0].log_softmax(-1)
+        wanted = torch.tensor(ids[done + 1 : done + count + 1])
+        total += float(logs[-count:].gather(1, wanted[:, None]).sum())
+        done += count
+    assert found[0] == pytest.approx(total, abs=1e-2)
+
+
+def test_our_task_has_one_right_answer_each() -> None:
+    path = tasks.list_own_tasks()["python_syntax"]
+    rows = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
+    assert len(rows) == 40
+    for row in rows:
+        for number, choice in enumerate(row["choices"]):
+            if number == row["answer"]:
+                ast.parse(row["prompt"] + choice)
+            else:
+                with pytest.raises(SyntaxError):
+                    ast.parse(row["prompt"] + choice)
+    # no place is right more often than chance would have it
+    answers = [row["answer"] for row in rows]
+    assert max(map(answers.count, range(4))) <= 16
+
+
+def test_our_task_runs_and_batches_do_not_change_it() -> None:
+    found = [tasks.run_tasks(make_model(batch_size=size), ["python_syntax"]) for size in (1, 7)]
+    assert found[0] == found[1]
+    assert 0 <= found[0]["python_syntax"]["acc"] <= 1
+    few = tasks.run_tasks(make_model(), ["python_syntax"], limit=3)
+    assert few["python_syntax"]["acc"] * 3 == pytest.approx(
+        round(few["python_syntax"]["acc"] * 3), abs=1e-9
+    )
+
+
+def test_tasks_in_files_of_ones_own(tmp_path: Path) -> None:
+    own = tasks.list_own_tasks()["python_syntax"]
+    path = tmp_path / "mine.yaml"
+    path.write_text(own.read_text().replace("python_syntax", "mine"))
+    with pytest.raises(ValueError, match=r"there is no file .*mine.jsonl"):
+        tasks.run_tasks(make_model(), [str(path)])
+    row = {"prompt": "line 1 says", "choices": [" 1", " 2"], "answer": 0}
+    (tmp_path / "mine.jsonl").write_text(json.dumps(row) + "\n")
+    assert tasks.run_tasks(make_model(), [str(path)])["mine"]["acc"] in (0, 1)
+    (tmp_path / "mine.jsonl").write_text("no JSON\n")
+    with pytest.raises(ValueError, match="is not JSONL"):
+        tasks.run_tasks(make_model(), [str(path)])
+    path.write_text("task: mine\n")
+    with pytest.raises(ValueError, match="does not name its JSONL"):
+        tasks.run_tasks(make_model(), [str(path)])
+    path.write_text("process_docs: !function code.run\n")
+    with pytest.raises(ValueError, match="code in it is not run"):
+        tasks.run_tasks(make_model(), [str(path)])
+
+
+def test_an_unknown_task_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no task 'nothing_such': .* python_syntax"):
+        tasks.run_tasks(make_model(), ["nothing_such"])

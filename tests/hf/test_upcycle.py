@@ -1,0 +1,112 @@
+"""A dense checkpoint becomes a run that routes, samples and traces, and says what it is."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from depthmix import flops
+from depthmix.checkpoint import load_model
+from depthmix.hf.source import find_end, open_source
+from depthmix.hf.upcycle import upcycle
+from depthmix.rundir import RunDir
+from foreign_models import make_foreign, write_foreign
+from text_runs import write_text_run
+
+ROUTING: dict[str, Any] = {"routing.capacity": 0.25, "routing.predictor_width": 8}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_foreign(tmp_path_factory.mktemp("dense") / "llama")
+
+
+def test_the_run_is_the_dense_model_where_nothing_is_skipped(dense: Path, tmp_path: Path) -> None:
+    made = upcycle(dense, tmp_path / "run", ROUTING)
+    model = load_model(tmp_path / "run")
+    assert model.config == made.config == open_source(tmp_path / "run").config
+    assert made.config.routed_layers == (1, 3)
+    assert made.config.capacities == (0.25, 0.25)
+    tokens = torch.randint(300, (2, 40))
+    with torch.no_grad():
+        wanted = make_foreign("llama").float()(tokens).logits
+        for selector in ("all", "predictor"):
+            found = model(tokens, selector=selector).logits
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+        # untrained top-k is not
+        assert not torch.allclose(model(tokens).logits, wanted, rtol=0, atol=1e-2)
+
+
+def test_it_says_what_it_did(dense: Path, tmp_path: Path) -> None:
+    made = upcycle(dense, tmp_path / "run", ROUTING)
+    first, second, third = made.describe()
+    num_new = flops.num_parameters(made.config).total
+    num_new -= flops.num_parameters(made.config.dense_twin()).total
+    assert f"(llama), {num_new:,} of them new" in first
+    assert second == "2 of 4 blocks route: capacity 0.25, gate tanh1"
+    whole, routed = (
+        flops.forward_flops(config, seq_len=64)
+        for config in (made.config.dense_twin(), made.config)
+    )
+    assert f"64 tokens: {whole:.3g} dense, {routed:.3g} routed ({routed / whole:.1%})" in third
+
+
+def test_the_folder_knows_its_tokenizer_and_its_origin(dense: Path, tmp_path: Path) -> None:
+    upcycle(dense, tmp_path / "run", ROUTING)
+    run = RunDir.open(tmp_path / "run")
+    (start,) = run.read_json("provenance.json")["starts"]
+    assert start["data"]["upcycled"] == "llama"
+    assert start["data"]["end_token"] == 0
+    assert (run.path / "tokenizer.json").read_bytes() == (dense / "tokenizer.json").read_bytes()
+    assert run.read_json("status.json")["state"] == "finished"
+    assert "depthmix train --from" in run.read_json("status.json")["reason"]
+
+
+def test_fields_may_be_changed_where_they_are_routing(dense: Path, tmp_path: Path) -> None:
+    changes = {"routing.every": 1, "routing.capacity": "linear", "max_seq_len": "32"}
+    made = upcycle(dense, tmp_path / "run", {**ROUTING, **changes})
+    assert made.config.max_seq_len == 32
+    assert len(made.config.routed_layers) == 4
+    assert "capacity 0.85 to 0.15" in made.describe()[1]
+    with pytest.raises(ValueError, match="only fields of routing may be changed"):
+        upcycle(dense, tmp_path / "other", {**ROUTING, "width": 64, "head_width": 8})
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_cannot_be_upcycled_is_refused(dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leaves the model dense"):
+        upcycle(dense, tmp_path / "run", {"routing.strategy": "none"})
+    with pytest.raises(ValueError, match="leave none of the 4 blocks"):
+        upcycle(dense, tmp_path / "run", {"routing.first_dense": 4})
+    with pytest.raises(ValueError, match="there is nothing at"):
+        upcycle(tmp_path / "nowhere", tmp_path / "run", ROUTING)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="is no model"):
+        upcycle(tmp_path / "empty", tmp_path / "run", ROUTING)
+    assert not (tmp_path / "run").exists()
+    upcycle(dense, tmp_path / "run", ROUTING)
+    with pytest.raises(ValueError, match="already holds a run"):
+        upcycle(dense, tmp_path / "run", ROUTING)
+    with pytest.raises(ValueError, match="routes already"):
+        upcycle(tmp_path / "run", tmp_path / "again", ROUTING)
+
+
+def test_a_dense_run_of_ours_can_be_upcycled(tmp_path: Path) -> None:
+    dense = write_text_run(tmp_path, "routing.strategy=none")
+    made = upcycle(dense, tmp_path / "routed", ROUTING)
+    assert made.source.kind == "depthmix"
+    model, original = load_model(tmp_path / "routed"), load_model(dense)
+    tokens = torch.randint(300, (1, 20))
+    found = model(tokens, selector="all").logits
+    torch.testing.assert_close(found, original(tokens).logits)
+
+
+def test_end_tokens_come_from_the_tokenizer_or_the_configuration(
+    dense: Path, tmp_path: Path
+) -> None:
+    assert find_end(dense) == 0
+    assert find_end(tmp_path) is None
+    for eos, wanted in (("[7, 8]", 7), ("5", 5), ("null", None)):
+        (tmp_path / "config.json").write_text(f'{{"eos_token_id": {eos}}}')
+        assert find_end(tmp_path) == wanted
