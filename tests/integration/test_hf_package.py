@@ -22,7 +22,8 @@ def test_models_need_transformers() -> None:
 
 
 def test_the_command_needs_transformers() -> None:
-    ended = run("from depthmix.cli import main; main(['import', '.', '--out', 'nowhere'])")
+    code = "from depthmix.cli import main; sys.exit(main(['import', '.', '--out', 'nowhere']))"
+    ended = run(code)
     assert ended.returncode == 2
     assert ended.stderr.strip().endswith(
         "transformers is not installed: pip install 'depthmix[hf]'"
