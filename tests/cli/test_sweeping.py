@@ -188,7 +188,7 @@ def test_the_default_corpus_is_made_once(
         (["sweep", "isoflop", "--tflops", "0"], "--tflops 0.0 must be greater than 0"),
         (["sweep", "isoflop", "--data", "nowhere"], "nowhere"),
         (["sweep", "isoflop", "widht=3"], "no configuration field 'widht'"),
-        (["sweep", "isoflop", "vocab_size=100"], "its vocab_size is 100, and the data has 4096"),
+        (["sweep", "isoflop", "vocab_size=100"], "its vocab_size is 100, and the data has 512"),
         (["sweep", "isoflop", "--widht=3"], "there is no option '--widht'"),
     ],
 )
