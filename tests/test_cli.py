@@ -238,7 +238,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 SHORT = ("train", *MODEL, *RECIPE, "--steps", "4", "train.tensorboard=false")
 
 
-@pytest.mark.parametrize("verb", ["prepare", "train", "runs"])
+@pytest.mark.parametrize("verb", ["prepare", "train", "runs", "upcycle", "eval"])
 def test_help_fits_a_narrow_terminal(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0
     helped = capsys.readouterr().out
