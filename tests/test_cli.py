@@ -238,7 +238,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 SHORT = ("train", *MODEL, *RECIPE, "--steps", "4", "train.tensorboard=false")
 
 
-@pytest.mark.parametrize("verb", ["prepare", "train", "runs"])
+@pytest.mark.parametrize("verb", ["prepare", "train", "runs", "upcycle", "eval"])
 def test_help_fits_a_narrow_terminal(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0
     helped = capsys.readouterr().out
@@ -246,7 +246,8 @@ def test_help_fits_a_narrow_terminal(verb: str, capsys: pytest.CaptureFixture[st
     assert "list[" not in helped
     # commands can be copied
     examples = [line for line in helped.splitlines() if line.startswith("    depthmix")]
-    assert len(examples) == {"prepare": 1, "train": 2, "runs": 0}[verb]
+    counts = {"prepare": 1, "train": 3, "runs": 0, "upcycle": 1, "eval": 2}
+    assert len(examples) == counts[verb]
 
 
 def test_train_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:

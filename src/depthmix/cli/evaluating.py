@@ -77,7 +77,7 @@ def evaluate(
     \b
     For example:
       depthmix eval runs/demo-20261115-142233 --text essay.txt
-      depthmix eval runs/demo-20261115-142233 --tasks python_syntax,lambada_openai --json
+      depthmix eval runs/demo-20261115-142233 --tasks python_syntax --json
     """
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device {device} is neither cpu nor cuda")

@@ -140,7 +140,7 @@ def train(
     For example:
       depthmix train --preset 60m --data data --flops 1e17 train.batch_size=32
       depthmix train --resume runs/60m-20261115-142233
-      depthmix train --from runs/upcycled --data data --steps 2000 train.capacity_from=1.0
+      depthmix train --from runs/upcycled --data data train.capacity_from=1.0
       torchrun --nproc-per-node 8 -m depthmix train --preset 1b --data data
     """
     from depthmix.presets import load_model

@@ -40,7 +40,7 @@ def upcycle(
 
     \b
     For example:
-      depthmix upcycle models/SmolLM2-135M --out runs/smol --capacity 0.125 --every 2
+      depthmix upcycle models/SmolLM2-135M --out runs/smol --capacity 0.125
     """
     names, overrides = split_arguments(fields or [])
     if names:
