@@ -15,6 +15,8 @@ from depthmix.nn import Transformer
 from depthmix.train.loss import IGNORE
 from variants import make_config
 
+pytestmark = pytest.mark.slow
+
 END = 0
 
 

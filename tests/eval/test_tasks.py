@@ -14,6 +14,8 @@ from variants import make_config
 
 tasks = pytest.importorskip("depthmix.eval.tasks", exc_type=ImportError)
 
+pytestmark = pytest.mark.slow
+
 LINES = [f"line {i} says {i * i} and no more\n" for i in range(60)]
 TOKENIZER = train_tokenizer(LINES, 300, parallel=False)
 

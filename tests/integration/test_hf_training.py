@@ -21,6 +21,8 @@ from depthmix.hf import DepthmixForCausalLM
 from hf_models import make_hf_model
 
 # the matrices of blocks, and not those of the predictors
+pytestmark = pytest.mark.slow
+
 BLOCKS = r".*\.(attention|mlp)\.w_\w+"
 
 

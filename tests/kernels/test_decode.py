@@ -21,6 +21,8 @@ from variants import make_model, make_tokens
 
 decode = pytest.importorskip("depthmix.kernels.decode")
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 2
 ROOM = 8
