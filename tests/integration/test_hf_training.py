@@ -20,9 +20,9 @@ from transformers import (
 from depthmix.hf import DepthmixForCausalLM
 from hf_models import make_hf_model
 
-# the matrices of blocks, and not those of the predictors
 pytestmark = pytest.mark.slow
 
+# the matrices of blocks, and not those of the predictors
 BLOCKS = r".*\.(attention|mlp)\.w_\w+"
 
 
