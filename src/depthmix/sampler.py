@@ -122,9 +122,7 @@ def open_sampler(
     `tokenizer` is for a run whose data is gone.
     """
     run = RunDir.open(path)
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no CUDA device is visible to torch: leave out --device cuda")
+    kind = choose_device(device)
     chosen = find_checkpoint(run, checkpoint)
     vocabulary = find_vocabulary(run, tokenizer)
     model = load_model(chosen, device=kind)
@@ -132,6 +130,13 @@ def open_sampler(
         # as training computes there; routers score in float32 all the same
         model = model.to(torch.bfloat16)
     return Sampler(model, vocabulary, selector=selector, max_batch=max_batch)
+
+
+def choose_device(wanted: str | None) -> str:
+    """The device that is asked for, or a GPU if there is one."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no CUDA device is visible to torch: leave out --device cuda")
+    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def find_checkpoint(run: RunDir, name: str | None) -> Path:

@@ -5,11 +5,9 @@ Owns what a trace says of its origin. Knows nothing of files of text, or of what
 
 from typing import Any
 
-import torch
-
 from depthmix.eval.trace import trace_checkpoint
 from depthmix.rundir import RunDir, collect_provenance
-from depthmix.sampler import find_checkpoint, find_vocabulary
+from depthmix.sampler import choose_device, find_checkpoint, find_vocabulary
 
 
 def trace_run(
@@ -26,8 +24,7 @@ def trace_run(
 
     `checkpoint` and `tokenizer` are as for `open_sampler`.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no CUDA device is visible to torch: leave out --device cuda")
+    kind = choose_device(device)
     recipe = run.read_config().get("train", {})
     known = collect_provenance(seed=recipe.get("seed", 0), data={}, device={})
     origin = {"run": str(run.path), "text": text}
@@ -38,6 +35,6 @@ def trace_run(
         words,
         origin=origin,
         max_tokens=max_tokens,
-        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=kind,
         document_mask=recipe.get("document_mask", True),
     )

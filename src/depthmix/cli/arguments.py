@@ -89,6 +89,12 @@ def split_arguments(arguments: Sequence[str], *, train: bool = False) -> ModelsA
     return ModelsAndFields(models, overrides)
 
 
+def check_device(device: str | None) -> None:
+    """Refuse what is no --device; None leaves the choice."""
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"--device {device} is neither cpu nor cuda")
+
+
 def _read_option(argument: str, following: Sequence[str], train: bool) -> tuple[str, str]:
     """An option that is no option: a field if it carries its value, else a sentence that helps."""
     from depthmix.fields import suggest

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from depthmix.cli.arguments import PlainCommand, app
+from depthmix.cli.arguments import PlainCommand, app, check_device
 
 if TYPE_CHECKING:
     from depthmix.checkpoint.source import Source
@@ -79,8 +79,7 @@ def evaluate(
       depthmix eval runs/demo-20261115-142233 --text essay.txt
       depthmix eval runs/demo-20261115-142233 --tasks python_syntax --json
     """
-    if device not in (None, "cpu", "cuda"):
-        raise ValueError(f"--device {device} is neither cpu nor cuda")
+    check_device(device)
     for name, value in (("--max-tokens", max_tokens), ("--batch", batch), ("--limit", limit)):
         if value is not None and value < 1:
             raise ValueError(f"{name} {value} must be at least 1")
@@ -149,11 +148,10 @@ def read_stream(
 
 def load(source: "Source", device: str | None) -> "Transformer":
     """The model on its device."""
-    import torch
+    from depthmix.sampler import choose_device
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no CUDA device is visible to torch: leave out --device cuda")
-    return source.build().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    kind = choose_device(device)
+    return source.build().to(kind)
 
 
 def describe(found: dict[str, Any]) -> list[str]:

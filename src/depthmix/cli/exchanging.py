@@ -7,8 +7,6 @@ import typer
 
 from depthmix.cli.arguments import PlainCommand, app
 
-MISSING = "transformers is not installed: pip install 'depthmix[hf]'"
-
 
 @app.command(cls=PlainCommand)
 def export(
@@ -48,6 +46,8 @@ def export(
     try:
         from depthmix.hf.export import export_model
     except ImportError as error:
+        from depthmix.hf import MISSING
+
         raise ValueError(MISSING) from error
     found = None if no_tokenizer else find_vocabulary(folder, tokenizer)
     vocabulary = Vocabulary(None, None) if found is None else found  # pyrefly: ignore
@@ -80,6 +80,8 @@ def import_(
     try:
         from depthmix.hf.export import import_model
     except ImportError as error:
+        from depthmix.hf import MISSING
+
         raise ValueError(MISSING) from error
     run = import_model(folder, out)
     print(f"{run.path}: write with it by depthmix sample {run.path}")

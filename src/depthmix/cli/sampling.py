@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from depthmix.cli.arguments import PlainCommand, app
+from depthmix.cli.arguments import PlainCommand, app, check_device
 
 MAX_BATCH = 8
 
@@ -103,8 +103,7 @@ def sample(
 
     # what can be wrong is asked before torch takes its seconds to load
     RunDir.open(run)
-    if device not in (None, "cpu", "cuda"):
-        raise ValueError(f"--device {device} is neither cpu nor cuda")
+    check_device(device)
     if batch < 1:
         raise ValueError(f"--batch {batch} must be at least 1")
     if as_json and color:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from depthmix.cli.arguments import PlainCommand, app
+from depthmix.cli.arguments import PlainCommand, app, check_device
 
 Checkpoint = Annotated[
     str | None, typer.Option(help="best, newest, or a step; the best if it is known.")
@@ -113,8 +113,7 @@ def trace_run(
 
     # what can be wrong is asked before torch takes its seconds to load
     folder = RunDir.open(run)
-    if device not in (None, "cpu", "cuda"):
-        raise ValueError(f"--device {device} is neither cpu nor cuda")
+    check_device(device)
     words = read_text(text)
     from depthmix import tracing
 

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from depthmix.cli.arguments import FIELDS_ALLOWED, RunFieldsCommand, app, split_arguments
+from depthmix.cli.arguments import (
+    FIELDS_ALLOWED,
+    RunFieldsCommand,
+    app,
+    check_device,
+    split_arguments,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,8 +86,7 @@ def sweep(
     names, overrides = split_arguments(arguments or [], train=True)
     if len(names) != 1:
         raise ValueError(f"name one plan: {', '.join(plan_names())}, or a .toml file")
-    if device not in (None, "cpu", "cuda"):
-        raise ValueError(f"--device {device} is neither cpu nor cuda")
+    check_device(device)
     if jobs is not None and jobs < 1:
         raise ValueError(f"--jobs {jobs} must be at least 1")
     if tflops is not None and not 0 < tflops < float("inf"):

@@ -15,6 +15,7 @@ from depthmix.cli.arguments import (
     PlainCommand,
     RunFieldsCommand,
     app,
+    check_device,
     split_arguments,
 )
 
@@ -161,8 +162,7 @@ def train(
         )
     if start is not None and preset is not None:
         raise ValueError(f"the model of {start} is known: leave out --preset {preset}")
-    if device not in (None, "cpu", "cuda"):
-        raise ValueError(f"--device {device} is neither cpu nor cuda")
+    check_device(device)
     config = None
     name = preset or "demo"
     if resume is None and start is None:

@@ -46,6 +46,28 @@ class PastLayer:
             num_rows, num_slots, num_heads, width, keys.device, keys.dtype, compact=self.compact
         )
 
+    def attend(
+        self,
+        query: Float[Tensor, "B T N H"],
+        key: Float[Tensor, "B S G H"],
+        value: Float[Tensor, "B S G H"],
+        place: Place,
+        source: Place,
+    ) -> Float[Tensor, "B T N H"]:
+        """Store the new keys and values, then attend to all that is stored."""
+        if self.store is None:
+            self.lazy_initialization(key.transpose(1, 2), value.transpose(1, 2))
+        assert self.store is not None
+        self.make_room(self.store, key.shape[1], source)
+        return self.store.attend(query, key, value, place, source)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make the store; transformers' name for it."""
+        raise NotImplementedError
+
+    def make_room(self, store: LayerCache, num_keys: int, source: Place) -> None:
+        """For the tokens that are stored next."""
+
     def show(self, store: LayerCache) -> None:
         """Keys and values where transformers looks for them, and in its order of dimensions."""
         self.keys, self.values = (t[:, :-1].transpose(1, 2) for t in (store.key, store.value))
@@ -101,26 +123,14 @@ class DynamicPastLayer(PastLayer, DynamicLayer):
         """Make the store, with room for nothing."""
         self.store = self.make_store(key_states, 0)
 
-    def attend(
-        self,
-        query: Float[Tensor, "B T N H"],
-        key: Float[Tensor, "B S G H"],
-        value: Float[Tensor, "B S G H"],
-        place: Place,
-        source: Place,
-    ) -> Float[Tensor, "B T N H"]:
-        """Store the new keys and values, then attend to all that is stored."""
-        if self.store is None:
-            self.lazy_initialization(key.transpose(1, 2), value.transpose(1, 2))
-        store = self.store
-        assert store is not None
+    def make_room(self, store: LayerCache, num_keys: int, source: Place) -> None:
+        """For what the fullest row will have stored."""
         if source.valid is None:
-            self.num_stored += key.shape[1]
+            self.num_stored += num_keys
         else:
             self.num_stored = int((store.lengths + source.valid.sum(dim=1)).max())
         _grow(store, self.num_stored)
         self.show(store)
-        return store.attend(query, key, value, place, source)
 
     def get_seq_length(self) -> int:
         """Tokens seen, which is where the next one stands."""
@@ -193,20 +203,6 @@ class StaticPastLayer(PastLayer, StaticLayer):
             held = (store.key, store.value, store.positions, store.lengths, self.counts)
             for tensor in (*held, self.cumulative_length):
                 torch._dynamo.mark_static_address(tensor)
-
-    def attend(
-        self,
-        query: Float[Tensor, "B T N H"],
-        key: Float[Tensor, "B S G H"],
-        value: Float[Tensor, "B S G H"],
-        place: Place,
-        source: Place,
-    ) -> Float[Tensor, "B T N H"]:
-        """Store the new keys and values, then attend to all that is stored."""
-        if self.store is None:
-            self.lazy_initialization(key.transpose(1, 2), value.transpose(1, 2))
-        assert self.store is not None
-        return self.store.attend(query, key, value, place, source)
 
     def reset(self) -> None:
         """Begin again, in the same memory."""

@@ -5,7 +5,6 @@ run keeps its files but what `rundir` and `checkpoint` tell.
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +12,14 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from depthmix.checkpoint import Checkpoints, collect_tensors
+from depthmix.checkpoint import collect_tensors
 from depthmix.data.tokenizer import TOKENIZER_FILE, find_end_token, load_tokenizer
-from depthmix.data.writer import hash_file
 from depthmix.hf.config import DepthmixConfig
 from depthmix.hf.model import DepthmixForCausalLM
+from depthmix.hf.runs import write_run
 from depthmix.nn import Transformer
 from depthmix.recipe import RunConfig
-from depthmix.rundir import RunDir, collect_provenance
+from depthmix.rundir import RunDir
 
 if TYPE_CHECKING:
     import tokenizers
@@ -83,19 +82,15 @@ def import_model(folder: Path, out: Path) -> RunDir:
     vocabulary, end_token = folder / TOKENIZER_FILE, model.generation_config.eos_token_id
     if vocabulary.is_file() and end_token is None:
         end_token = find_end_token(load_tokenizer(vocabulary))
-    data = {"folder": str(folder.resolve()), "hash": None, "end_token": end_token}
-    data["tokenizer_hash"] = hash_file(vocabulary) if vocabulary.is_file() else None
-    config = RunConfig(model=model.config.to_model_config())
-    origin = collect_provenance(seed=0, data=data, device={"kind": "cpu", "processes": 1})
-    run = RunDir.create(out, config.to_toml(), origin)
-    if vocabulary.is_file():
-        shutil.copyfile(vocabulary, out / TOKENIZER_FILE)
     weights = collect_tensors(model.model, [])["model"]
-    Checkpoints(run.checkpoints, asynchronous=False).save(
-        0, {"model": weights}, {"config": config.to_dict()}
+    return write_run(
+        out,
+        RunConfig(model=model.config.to_model_config()),
+        weights,
+        source=folder,
+        end_token=end_token,
+        reason=f"imported from {folder}",
     )
-    run.write_status("finished", step=0, num_steps=0, loss=None, reason=f"imported from {folder}")
-    return run
 
 
 def load_exported(folder: Path) -> DepthmixForCausalLM:

@@ -23,10 +23,9 @@ from depthmix.hf.cache import PastTokens
 from depthmix.hf.config import STUB, DepthmixConfig
 from depthmix.nn import MixtureOfDepths, Transformer
 from depthmix.nn.layers import Linear
-from depthmix.nn.losses import routing_loss
+from depthmix.nn.losses import IGNORE, routing_loss
 from depthmix.nn.transformer import Hidden, choose_selector
 
-IGNORE = -100
 ALIGNMENT = 64
 
 # what a saved folder brings along for `trust_remote_code=True`

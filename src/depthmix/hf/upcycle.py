@@ -4,23 +4,18 @@ Owns what a converted model begins as: the same function as long as every token 
 nothing of training.
 """
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from depthmix import fields, flops
-from depthmix.checkpoint import Checkpoints
 from depthmix.checkpoint.fit import fit_weights
 from depthmix.checkpoint.source import Source
 from depthmix.config import ModelConfig
-from depthmix.data.tokenizer import TOKENIZER_FILE
-from depthmix.data.writer import hash_file
+from depthmix.hf.runs import write_run
 from depthmix.hf.source import find_end, open_source
 from depthmix.recipe import RunConfig
-from depthmix.rundir import RunDir, collect_provenance
+from depthmix.rundir import RunDir
 
 # the gate is 1 + tanh(0) whatever the router reads, and what it reads is of one size: the residual
 # stream of SmolLM2 reaches 22,814
@@ -80,29 +75,17 @@ def upcycle(source: Path, out: Path, overrides: Mapping[str, Any]) -> Upcycled:
     run = RunConfig(model=config)
     fitted = fit_weights(config, opened.load(), source)
     weights = {name: value.float() for name, value in fitted.weights.items()}
-    tokenizer = source / TOKENIZER_FILE
-    origin = {
-        "folder": str(source.resolve()),
-        "hash": None,
-        "end_token": find_end(source),
-        "tokenizer_hash": hash_file(tokenizer) if tokenizer.is_file() else None,
-        "upcycled": opened.kind,
-    }
-    start = collect_provenance(seed=run.train.seed, data=origin, device={"kind": "cpu"})
-    folder = RunDir.create(out, run.to_toml(), start)
-    if tokenizer.is_file():
-        shutil.copyfile(tokenizer, out / TOKENIZER_FILE)
-    _save(folder, run, weights)
-    reason = f"upcycled from {source}, not trained: heal it with depthmix train --from {out}"
-    folder.write_status("finished", step=0, num_steps=0, loss=None, reason=reason)
+    folder = write_run(
+        out,
+        run,
+        weights,
+        source=source,
+        end_token=find_end(source),
+        reason=f"upcycled from {source}, not trained: heal it with depthmix train --from {out}",
+        upcycled=opened.kind,
+    )
     num_new = sum(weights[name].numel() for name in fitted.new)
     return Upcycled(folder, opened, config, num_new)
-
-
-def _save(folder: RunDir, run: RunConfig, weights: dict[str, Tensor]) -> None:
-    checkpoints = Checkpoints(folder.checkpoints, asynchronous=False)
-    state = {"config": run.to_dict(), "val": {}, "loss": None}
-    checkpoints.save(0, {"model": weights}, state)
 
 
 def _read_length(overrides: Mapping[str, Any]) -> int | None:

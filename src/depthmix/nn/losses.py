@@ -16,6 +16,9 @@ from depthmix.config import ExpertsConfig, ModelConfig
 from depthmix.nn.experts import ExpertRouting
 from depthmix.nn.routing import Routing
 
+# a target that nobody is asked to predict
+IGNORE = -100
+
 
 class HeadLoss(NamedTuple):
     """How well a causal head foretells top-k membership."""

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from depthmix.kernels import linear_cross_entropy, mean_cross_entropy
 from depthmix.nn.losses import (
+    IGNORE,
     HeadLoss,
     RoutingLoss,
     balance_loss,
@@ -24,8 +25,6 @@ __all__ = [
     "routing_loss",
     "token_loss",
 ]
-
-IGNORE = -100
 
 
 def language_model_loss(

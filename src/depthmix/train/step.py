@@ -99,7 +99,11 @@ class TrainStep:
         self.model, self.precision = model, precision
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.clip, self.accumulate = clip, accumulate
-        self.compute_loss = partial(compute_loss, distillation=distillation)
+        # without a teacher the plain function: nothing more to trace and to guard
+        taught = distillation is not None
+        self.compute_loss: Callable[..., StepLoss] = (
+            partial(compute_loss, distillation=distillation) if taught else compute_loss
+        )
         # a fused optimiser divides the gradient as it reads it, which saves a pass over memory; one
         # tensor for good, since a recorded step finds it by its place
         fused = all(g.get("fused") for o in self.optimizers for g in o.param_groups)
