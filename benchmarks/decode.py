@@ -83,6 +83,8 @@ def prepare_at_rate(
     """
     # compiling takes half a minute and pays where there are many rows
     compile = batch > 1 and num_steps > 64
+    # many rows show their rate soon
+    num_steps = max(num_steps // batch, 8)
     for left in reversed(range(MAX_CORRECTIONS + 1 if model.config.routed_layers else 0)):
         # the same prompt again, if it is drawn at random
         torch.manual_seed(0)

@@ -21,7 +21,8 @@ from decode_models import ROUTING, SHAPES, make_config
 
 from depthmix.infer.single import stack_weights
 from depthmix.kernels import paged_triton
-from depthmix.kernels.decode import DecodeStep, Rules, Tuning
+from depthmix.kernels.decode import DecodeStep
+from depthmix.kernels.plan import Rules, Tuning
 from depthmix.kernels.stages import arrive, wait
 from depthmix.nn import Transformer
 
@@ -45,13 +46,10 @@ def list_settings(num_processors: int) -> dict[str, Tuning]:
     two = 2 * num_processors
     return {
         "two programs of 4 warps": Tuning(two),
-        "the same, tiles of 1,024 columns": Tuning(two, min_columns=1024),
         "the same, 32 splits": Tuning(two, max_splits=32),
         "chunks of 16": Tuning(two, chunk=16),
         "chunks of 16, 32 splits": Tuning(two, chunk=16, max_splits=32),
-        "chunks of 16, 32 splits, tiles of 8,192": Tuning(two, 4, 255, 8192, 2048, 16, 32),
-        "two programs of 8 warps": Tuning(two, num_warps=8, max_registers=128, chunk=16),
-        "one program of 8 warps": Tuning(num_processors, num_warps=8),
+        "one program of 8 warps": Tuning(num_processors, num_warps=8, tile=32768),
     }
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from depthmix.config import ModelConfig
@@ -20,6 +18,7 @@ from depthmix.nn.router import Predictor
 from variants import make_model, make_tokens
 
 decode = pytest.importorskip("depthmix.kernels.decode")
+plan = pytest.importorskip("depthmix.kernels.plan")
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +61,7 @@ def stack_weights(model: Transformer) -> Any:
         more["predictor_in"] = stack([d.predictor.w_in.weight for d in routed])
         more["predictor_out"] = stack([d.predictor.w_out.weight[0] for d in routed])
         more["predictor_bias"] = stack([d.predictor.w_out.bias[0] for d in routed])
-    return decode.Weights(
+    return plan.Weights(
         embedding=model.embedding.weight.detach(),
         phase_table=model.phase_table,
         norm_attention=stack([b.norm_attention.weight for b in blocks]),
@@ -108,7 +107,7 @@ class Session:
         tables[:, 1] = order
         self.table = tables.to(DEVICE)[:, 1]
         self.lengths = torch.zeros((3, self.num_layers), dtype=torch.int32, device=DEVICE)
-        self.rules = decode.Rules(
+        self.rules = plan.Rules(
             num_heads=config.num_heads,
             norm_eps=config.norm_eps,
             routed_layers=config.routed_layers,
@@ -120,7 +119,7 @@ class Session:
         )
         weights = stack_weights(model)
         wide = {"router": weights.router, "phase_table": weights.phase_table}
-        weights = decode.Weights(*(w if w is None else w.to(dtype) for w in weights))
+        weights = plan.Weights(*(w if w is None else w.to(dtype) for w in weights))
         weights = weights._replace(**wide)
         self.step = decode.DecodeStep(weights, self.rules, self.keys, self.values, tuning)
         for tensor in (*self.step._scratch, self.step.logits):
@@ -343,26 +342,3 @@ def test_a_call_says_which_argument_is_wrong() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             session.step(*arguments)
-
-
-@given(
-    st.integers(1, 40000),
-    st.integers(1, 9000),
-    st.integers(1, 300),
-    st.sampled_from([256, 4096, 8192, 16384]),
-    st.booleans(),
-)
-def test_tiles_are_powers_of_two_and_not_too_large(
-    num_rows: int, width: int, num_programs: int, tile: int, paired: bool
-) -> None:
-    tuning = decode.Tuning(num_programs, tile=tile, min_columns=256)
-    partner = num_rows if paired else 0
-    cut = decode.cut_matrix(num_rows, width, torch.bfloat16, tuning, partner=partner)
-    for size in (cut.rows, cut.columns):
-        assert size & (size - 1) == 0
-    assert cut.step >= 1
-    assert cut.columns >= 16
-    assert cut.rows * cut.columns <= max(tile, 512)
-    assert 0 <= cut.padded - width < cut.columns
-    # a tile that holds more than a program's rows has half of them at least
-    assert cut.step < 2 * -(-num_rows // num_programs)

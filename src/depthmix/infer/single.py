@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from depthmix.kernels.decode import DecodeStep, Rules, Weights
+from depthmix.kernels.decode import DecodeStep
+from depthmix.kernels.plan import Rules, Weights
 from depthmix.nn import MixtureOfDepths, Transformer
 from depthmix.nn.block import Block
 from depthmix.nn.layers import MLP

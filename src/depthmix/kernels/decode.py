@@ -12,17 +12,13 @@ again only after a barrier that lies behind its last reading.
 Owns the launch and its buffers. Knows nothing of models: it takes stacked tensors and numbers.
 """
 
-from typing import NamedTuple
-
 import torch
-import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from depthmix.kernels.plan import Rules, Tuning, Weights, check_plan, choose_tuning, make_plan
 from depthmix.kernels.stages import (
-    Cut,
-    Heads,
     activate,
     add_update,
     apply_gate,
@@ -34,40 +30,16 @@ from depthmix.kernels.stages import (
     load_context,
     load_decider,
     load_first_tile,
+    load_norm,
     load_nothing,
+    load_stream,
     load_tile,
-    mean_square,
     mix_heads,
     project,
     score_token,
     share_rows,
     wait,
 )
-
-GATES = ("raw", "sigmoid", "tanh1", "unit")
-SELECTORS = ("router", "predictor", "all")
-
-
-class Plan(NamedTuple):
-    """Everything that the kernel is compiled for."""
-
-    num_layers: int
-    num_programs: int
-    width: int
-    block: int
-    """Elements of x that are read at a time where all of it is."""
-    heads: Heads
-    qkv: Cut
-    attn_out: Cut
-    mlp_in: Cut
-    mlp_out: Cut
-    head: Cut
-    predictor: Cut
-    predictor_block: int
-    selector: str
-    gate: str
-    normalize: bool
-    early_exit: bool
 
 
 @jit
@@ -147,13 +119,17 @@ def _decode(
     alive = 1
     # the first keys and values of the block in `qkv`
     key, value = load_nothing(key_pages, heads), load_nothing(value_pages, heads)
-    next_route = tl.load(route_of_layer)
+    # numbers of the blocks to come are asked for a block ahead: addresses wait for them
+    route = tl.load(route_of_layer)
+    next_route = tl.load(route_of_layer + 1)
+    next_length = tl.load(lengths)
     for layer in range(plan.num_layers):
         layer_64 = tl.cast(layer, tl.int64)
-        route = next_route
-        # behind the last block stands a routed one: there is nothing to project ahead
-        next_route = tl.load(route_of_layer + layer + 1)
-        length = tl.load(lengths + layer_64 * lengths_stride)
+        # behind the last block stand routed ones: there is nothing to project ahead
+        route_after = tl.load(route_of_layer + layer + 2)
+        length = next_length
+        following = tl.minimum(layer_64 + 1, plan.num_layers - 1)
+        next_length = tl.load(lengths + following * lengths_stride)
         pages = table + layer_64 * table_stride
         kept = 1
         score = 0.0
@@ -166,9 +142,11 @@ def _decode(
             target = tl.where((route >= 0) & (next_route < 0), layer + 1, target)
         # weights wait for nobody: the first ones are under way while the others arrive
         w_target = w_qkv + tl.cast(target, tl.int64) * qkv_size
+        wanted = (target != ready) & (target >= 0)
+        norm_row = norm_attention + tl.cast(target, tl.int64) * plan.width
+        scale_D = load_norm(norm_row, wanted, qkv_cut)
         first, end = share_rows(qkv_cut)
-        end = tl.where((target == ready) | (target < 0), 0, end)
-        tile = load_tile(w_target, first, end, 0, qkv_cut)
+        tile = load_tile(w_target, first, tl.where(wanted, end, 0), 0, qkv_cut)
         if plan.selector == "predictor":
             w_units = predictor_in + tl.maximum(route, 0) * units * plan.width
             first, end = share_rows(unit_cut)
@@ -189,11 +167,21 @@ def _decode(
                 if (kept == 1) & (forced == 0):
                     # a row for each block: somebody may still be reading the last one's
                     row = foreseen + route * units
-                    square = mean_square(x, None, unit_cut)
-                    foresee(unit_tile, w_units, x, square, row, unit_cut)
+                    stream, square = load_stream(x, None, qkv_cut)
+                    foresee(unit_tile, w_units, x, stream, square, row, unit_cut)
                     if target > layer:
-                        norm_row = norm_attention + (layer_64 + 1) * plan.width
-                        project(tile, w_target, x, square, norm_row, qkv, eps, qkv_cut)
+                        project(
+                            tile,
+                            w_target,
+                            x,
+                            stream,
+                            square,
+                            scale_D,
+                            norm_row,
+                            qkv,
+                            eps,
+                            qkv_cut,
+                        )
                         ready = target
                     stage += 1
                     arrive(counter)
@@ -203,10 +191,9 @@ def _decode(
                     )
                     if target > layer:
                         # what is stored already waits for nobody either
-                        length_next = tl.load(lengths + (layer_64 + 1) * lengths_stride)
                         pages_next = pages + table_stride
                         key, value = load_context(
-                            key_pages, value_pages, pages_next, length_next, heads
+                            key_pages, value_pages, pages_next, next_length, heads
                         )
                     wait(counter, stage * plan.num_programs)
                     kept = decide(row, weight_P, bias, units, plan.predictor_block)
@@ -224,11 +211,12 @@ def _decode(
                     gate = apply_gate(score, gate_kind)
             if ready != layer:
                 w_layer = w_qkv + layer_64 * qkv_size
+                norm_row = norm_attention + layer_64 * plan.width
                 if target != layer:
                     tile = load_first_tile(w_layer, qkv_cut)
-                norm_row = norm_attention + layer_64 * plan.width
-                square = mean_square(x, None, qkv_cut)
-                project(tile, w_layer, x, square, norm_row, qkv, eps, qkv_cut)
+                    scale_D = load_norm(norm_row, True, qkv_cut)
+                stream, square = load_stream(x, None, qkv_cut)
+                project(tile, w_layer, x, stream, square, scale_D, norm_row, qkv, eps, qkv_cut)
                 stage += 1
                 arrive(counter)
                 key, value = load_context(key_pages, value_pages, pages, length, heads)
@@ -267,11 +255,12 @@ def _decode(
             stage += 1
             arrive(counter)
             w_up = w_in + layer_64 * in_size
+            norm_row = norm_mlp + layer_64 * plan.width
+            scale_D = load_norm(norm_row, True, in_cut)
             in_tile = load_first_tile(w_up, in_cut)
             wait(counter, stage * plan.num_programs)
 
-            norm_row = norm_mlp + layer_64 * plan.width
-            activate(in_tile, w_up, x, update, norm_row, hidden, eps, in_cut)
+            activate(in_tile, w_up, x, update, scale_D, norm_row, hidden, eps, in_cut)
             stage += 1
             arrive(counter)
             w_down = w_mlp_out + layer_64 * down_size
@@ -285,104 +274,20 @@ def _decode(
             ready = -1
             # so that no register holds them until then
             key, value = load_nothing(key_pages, heads), load_nothing(value_pages, heads)
+        route, next_route = next_route, route_after
 
+    scale_D = load_norm(norm, True, head_cut)
     head_tile = load_first_tile(head, head_cut)
     if pending == 1:
         wait(counter, stage * plan.num_programs)
-    project(head_tile, head, x, mean_square(x, None, head_cut), norm, logits, eps, head_cut)
+    stream, square = load_stream(x, None, head_cut)
+    project(head_tile, head, x, stream, square, scale_D, norm, logits, eps, head_cut)
     # the last to come here leaves the counters as the next launch needs them: all have passed
     # every barrier, so nobody looks at them any more
     tl.debug_barrier()
     if tl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == plan.num_programs - 1:
         tl.store(counter, 0)
         tl.store(counter + 1, 0)
-
-
-class Weights(NamedTuple):
-    """A model's tensors; those of its L blocks are stacked. V, D, H, F: see `depthmix.nn`."""
-
-    embedding: Float[Tensor, "V D"]
-    phase_table: Float[Tensor, "positions 2 half"]
-    """Rotary cosines and sines, float32."""
-    norm_attention: Float[Tensor, "L D"]
-    w_qkv: Float[Tensor, "L heads D"]
-    """Rows of the query heads, then of the key heads, then of the value heads."""
-    w_attn_out: Float[Tensor, "L D mixed"]
-    norm_mlp: Float[Tensor, "L D"]
-    w_in: Float[Tensor, "L hidden D"]
-    """F gate rows, then F up rows (SwiGLU); or F rows alone (GELU)."""
-    w_mlp_out: Float[Tensor, "L D F"]
-    norm: Float[Tensor, " D"]
-    head: Float[Tensor, "V D"]
-    norm_query: Float[Tensor, "L H"] | None = None
-    norm_key: Float[Tensor, "L H"] | None = None
-    router: Float[Tensor, "R D"] | None = None
-    """Of the R routed blocks, in order; float32."""
-    predictor_in: Float[Tensor, "R P D"] | None = None
-    predictor_out: Float[Tensor, "R P"] | None = None
-    predictor_bias: Float[Tensor, " R"] | None = None
-
-
-class Rules(NamedTuple):
-    """What the tensors do not say."""
-
-    num_heads: int
-    norm_eps: float = 1e-6
-    routed_layers: tuple[int, ...] = ()
-    """Indices of the routed blocks, in order."""
-    selector: str = "all"
-    """Who decides: `router`, `predictor`, or `all` for every block."""
-    gate: str = "raw"
-    """What multiplies a routed block's update: raw, sigmoid, tanh1 or unit."""
-    normalize: bool = True
-    """The router scores x / rms(x)."""
-    first_tokens: int = 0
-    """Positions before this one are always kept."""
-    early_exit: bool = False
-    """Who skipped a routed block skips all later ones."""
-
-
-class Tuning(NamedTuple):
-    """How the work is cut up; results differ by rounding only."""
-
-    num_programs: int
-    """All of them must fit on the device at once."""
-    num_warps: int = 4
-    max_registers: int = 255
-    """Of a thread: with all of them, two programs of four warps fit on a processor."""
-    tile: int = 16384
-    """Elements of a weight tile: at 4 warps and 16,384 of bf16, 64 registers of a thread."""
-    min_columns: int = 2048
-    """Columns of a tile, where rows are that long; fewer rows a program make it wider."""
-    chunk: int = 32
-    """Tokens that attention reads at a time."""
-    max_splits: int = 16
-    """Parts of the context that are attended to side by side."""
-
-
-def cut_matrix(
-    num_rows: int, width: int, dtype: torch.dtype, tuning: Tuning, *, partner: int = 0
-) -> Cut:
-    """Tiles for a matrix: no more rows than a program has, and wide where those are few."""
-    longest = max(16, triton.next_power_of_2(width))
-    own = triton.next_power_of_2(-(-num_rows // tuning.num_programs)) * (2 if partner else 1)
-    columns = min(longest, max(16, tuning.min_columns, tuning.tile // own))
-    rows = min(own, max(2 if partner else 1, tuning.tile // columns))
-    step, padded = rows // 2 if partner else rows, -(-width // columns) * columns
-    pack = 2 if dtype.itemsize == 2 and width % 2 == 0 else 1
-    return Cut(num_rows, width, rows, columns, partner, tuning.num_programs, step, padded, pack)
-
-
-def choose_tuning(device: torch.device, width: int, num_heads: int) -> Tuning:
-    """What was fastest on an H200 (results/decode.md); one program in the interpreter."""
-    if device.type != "cuda":
-        # programs come one after another there, so a second one would be waited for in vain
-        return Tuning(num_programs=1)
-    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    num_programs = 2 * num_processors
-    # no program has a second head to attend with while others have none
-    splits = triton.next_power_of_2(max(1, num_programs // num_heads) + 1) // 2
-    return Tuning(num_programs, chunk=32 if width >= 2048 else 16, max_splits=min(splits, 64))
 
 
 class DecodeStep:
@@ -406,14 +311,14 @@ class DecodeStep:
         self.weights, self.rules = weights, rules
         self.key_pages, self.value_pages = key_pages, value_pages
         self.tuning = tuning or choose_tuning(device, weights.embedding.shape[1], rules.num_heads)
-        _check(weights, rules, key_pages, value_pages, self.tuning)
+        check_plan(weights, rules, key_pages, value_pages, self.tuning)
         self.plan = make_plan(weights, rules, key_pages, self.tuning)
         plan = self.plan
 
         def make(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=torch.float32)
 
-        route_of_layer = [-1] * plan.num_layers + [0]
+        route_of_layer = [-1] * plan.num_layers + [0, 0]
         for route, layer in enumerate(rules.routed_layers):
             route_of_layer[layer] = route
         self.route_of_layer = torch.tensor(route_of_layer, device=device, dtype=torch.int32)
@@ -503,98 +408,3 @@ class DecodeStep:
             **options,
         )
         return self.logits
-
-
-def make_plan(
-    weights: Weights, rules: Rules, pages: Float[Tensor, "pages G page_size H"], tuning: Tuning
-) -> Plan:
-    """The kernel's constants from the shapes of a model's tensors."""
-    num_layers, num_projected, width = weights.w_qkv.shape
-    num_classes, mlp_width = weights.head.shape[0], weights.w_mlp_out.shape[2]
-    dtype = weights.embedding.dtype
-    num_units = 1 if weights.predictor_in is None else weights.predictor_in.shape[1]
-    partner = mlp_width if weights.w_in.shape[1] == 2 * mlp_width else 0
-    _, num_kv_heads, page_size, head_width = pages.shape
-    group = rules.num_heads // num_kv_heads
-    heads = Heads(
-        num_heads=rules.num_heads,
-        num_kv_heads=num_kv_heads,
-        width=head_width,
-        page_size=page_size,
-        chunk=tuning.chunk,
-        max_splits=tuning.max_splits,
-        num_programs=tuning.num_programs,
-        group=group,
-    )
-    return Plan(
-        num_layers=num_layers,
-        num_programs=tuning.num_programs,
-        width=width,
-        block=min(triton.next_power_of_2(width), 2048),
-        heads=heads,
-        qkv=cut_matrix(num_projected, width, dtype, tuning),
-        attn_out=cut_matrix(width, weights.w_attn_out.shape[2], dtype, tuning),
-        mlp_in=cut_matrix(mlp_width, width, dtype, tuning, partner=partner),
-        mlp_out=cut_matrix(width, mlp_width, dtype, tuning),
-        head=cut_matrix(num_classes, width, dtype, tuning),
-        predictor=cut_matrix(num_units, width, dtype, tuning),
-        predictor_block=triton.next_power_of_2(num_units),
-        selector=rules.selector if rules.routed_layers else "all",
-        gate=rules.gate,
-        normalize=rules.normalize,
-        early_exit=rules.early_exit,
-    )
-
-
-def _check(
-    weights: Weights, rules: Rules, key_pages: Tensor, value_pages: Tensor, tuning: Tuning
-) -> None:
-    num_layers, width = weights.norm_attention.shape
-    num_kv_heads, head_width = key_pages.shape[1], key_pages.shape[3]
-    mlp_width = weights.w_mlp_out.shape[2]
-    pages = (("key_pages", key_pages), ("value_pages", value_pages))
-    for name, tensor in (*weights._asdict().items(), *pages):
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous")
-    if head_width < 16 or head_width & (head_width - 1):
-        raise ValueError(f"the head width must be a power of two from 16 on, not {head_width}")
-    if rules.num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_heads = {rules.num_heads} must be a multiple of the pages' {num_kv_heads} heads"
-        )
-    shapes = {
-        "phase_table": (weights.phase_table.shape[0], 2, head_width // 2),
-        "norm_attention": (num_layers, width),
-        "w_qkv": (num_layers, (rules.num_heads + 2 * num_kv_heads) * head_width, width),
-        "w_attn_out": (num_layers, width, rules.num_heads * head_width),
-        "norm_mlp": (num_layers, width),
-        "w_in": (num_layers, (1 if weights.w_in.shape[1] == mlp_width else 2) * mlp_width, width),
-        "w_mlp_out": (num_layers, width, mlp_width),
-        "norm": (width,),
-        "head": tuple(weights.embedding.shape),
-        "norm_query": (num_layers, head_width),
-        "norm_key": (num_layers, head_width),
-        "router": (len(rules.routed_layers), width),
-    }
-    for name, shape in shapes.items():
-        tensor = getattr(weights, name)
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must be {shape}, not {tuple(tensor.shape)}")
-    if value_pages.shape != key_pages.shape or value_pages.dtype != key_pages.dtype:
-        raise ValueError("value_pages must have the shape and the type of key_pages")
-    if rules.gate not in GATES:
-        raise ValueError(f"there is no gate '{rules.gate}': use one of {', '.join(GATES)}")
-    if rules.selector not in SELECTORS:
-        raise ValueError(
-            f"there is no selector '{rules.selector}': use one of {', '.join(SELECTORS)}"
-        )
-    if rules.routed_layers and weights.router is None:
-        raise ValueError("routed_layers need the router's weights: give `router`")
-    if rules.routed_layers and rules.selector == "predictor" and weights.predictor_in is None:
-        raise ValueError(
-            "selector 'predictor' needs the predictor's weights: give them, or use 'router'"
-        )
-    for name in ("tile", "min_columns", "chunk", "max_splits"):
-        value = getattr(tuning, name)
-        if value < 1 or value & (value - 1):
-            raise ValueError(f"{name} must be a power of two, not {value}")

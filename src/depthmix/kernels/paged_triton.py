@@ -16,7 +16,7 @@ PROGRAMS = 1024
 MOST_PARTS = 32
 BLOCK_TOKENS, BLOCK_TOKENS_ALONE = 64, 32
 # blocks of keys and values that are here or under way
-NUM_STAGES_ALONE = 3
+NUM_STAGES_ALONE = 2
 
 
 @jit

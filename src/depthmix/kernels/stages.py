@@ -15,6 +15,8 @@ import triton.language as tl
 ROUTER_EPS = tl.constexpr(1e-6)
 # neighbours in a row that one thread sums by itself: 16 bytes of bf16
 GROUP = tl.constexpr(8)
+# there programs come one after another, so nobody is to be waited for
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Cut(NamedTuple):
@@ -72,8 +74,30 @@ def arrive(counter):
 @jit
 def wait(counter, target):
     """Go on when `target` arrivals were counted."""
-    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < target:
-        pass
+    if not INTERPRETED:
+        # one thread looks, by reading: a poll by all threads, or by atomics, delays the arrivals
+        tl.inline_asm_elementwise(
+            """
+            {
+                .reg .pred %others, %early;
+                .reg .s32 %thread, %count;
+                mov.u32 %thread, %tid.x;
+                setp.ne.s32 %others, %thread, 0;
+                @%others bra passed;
+            look:
+                ld.acquire.gpu.global.s32 %count, [$1];
+                setp.lt.s32 %early, %count, $2;
+                @%early bra look;
+            passed:
+                mov.s32 $0, 0;
+            }
+            """,
+            "=r,l,r",
+            [counter, target],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     tl.debug_barrier()
 
 
@@ -116,28 +140,38 @@ def load_first_tile(weight, cut: tl.constexpr):
 
 
 @jit
-def _load_vector(x, x_more, norm, column, cut: tl.constexpr):
-    """(x + x_more) · norm in a tile's columns."""
+def load_norm(norm, wanted, cut: tl.constexpr):
+    """A norm's weights in the first tile's columns, where they are wanted."""
+    lane = tl.arange(0, cut.columns)
+    return tl.load(norm + lane, mask=lane < tl.where(wanted, cut.width, 0), other=0.0)
+
+
+@jit
+def _load_vector(x, x_more, column, cut: tl.constexpr):
+    """x + x_more in a tile's columns."""
     lane = column + tl.arange(0, cut.columns)
     inside = lane < cut.width
     # other programs wrote it: the first-level cache may hold what was there before
     vector = tl.load(x + lane, mask=inside, other=0.0, cache_modifier=".cg")
     if x_more is not None:
         vector += tl.load(x_more + lane, mask=inside, other=0.0, cache_modifier=".cg")
-    if norm is not None:
-        vector *= tl.load(norm + lane, mask=inside, other=0.0).to(tl.float32)
     return vector
 
 
 @jit
-def mean_square(x, x_more, cut: tl.constexpr):
-    """The mean square of x + x_more, of which a norm is made."""
+def load_stream(x, x_more, cut: tl.constexpr):
+    """x + x_more in the first tile's columns, and the mean square of all of it.
+
+    Read once for all that a stage makes of it: every reading waits for the second-level cache, and
+    all programs together read megabytes.
+    """
     columns: tl.constexpr = cut.columns
-    square = tl.zeros((columns,), dtype=tl.float32)
-    for column in range(0, cut.padded, columns):
-        vector = _load_vector(x, x_more, None, column, cut)
+    first = _load_vector(x, x_more, 0, cut)
+    square = first * first
+    for column in range(columns, cut.padded, columns):
+        vector = _load_vector(x, x_more, column, cut)
         square += vector * vector
-    return tl.sum(square) / cut.width
+    return first, tl.sum(square) / cut.width
 
 
 @jit
@@ -183,7 +217,10 @@ def _sum_rows(tile, vector, weight, row, end, x, x_more, norm, cut: tl.constexpr
         next_column = (block + 1) % num_blocks * columns
         tile = load_tile(weight, next_row, end, next_column, cut)
         if num_blocks > 1:
-            vector = _load_vector(x, x_more, norm, next_column, cut)
+            vector = _load_vector(x, x_more, next_column, cut)
+            if norm is not None:
+                lane = next_column + tl.arange(0, columns)
+                vector *= tl.load(norm + lane, mask=lane < cut.width, other=0.0).to(tl.float32)
     return total, tile, vector
 
 
@@ -225,10 +262,10 @@ def _gelu(x):
 
 
 @jit
-def project(tile, weight, x, square, norm, out, eps, cut: tl.constexpr):
+def project(tile, weight, x, stream, square, scale_D, norm, out, eps, cut: tl.constexpr):
     """This program's rows of weight · norm(x): queries, keys and values, or logits."""
     first, end = share_rows(cut)
-    vector = _load_vector(x, None, norm, 0, cut)
+    vector = stream * scale_D.to(tl.float32)
     scale = tl.rsqrt(square + eps)
     for row in range(first, end, cut.step):
         total, tile, vector = _sum_rows(tile, vector, weight, row, end, x, None, norm, cut)
@@ -237,10 +274,10 @@ def project(tile, weight, x, square, norm, out, eps, cut: tl.constexpr):
 
 
 @jit
-def foresee(tile, weight, x, square, out, cut: tl.constexpr):
+def foresee(tile, weight, x, stream, square, out, cut: tl.constexpr):
     """This program's hidden units of the predictor: gelu(weight · x / rms(x))."""
     first, end = share_rows(cut)
-    vector = _load_vector(x, None, None, 0, cut)
+    vector = stream
     scale = tl.rsqrt(square + ROUTER_EPS)
     for row in range(first, end, cut.step):
         total, tile, vector = _sum_rows(tile, vector, weight, row, end, x, None, None, cut)
@@ -269,7 +306,7 @@ def decide(foreseen, weight_P, bias, num_units: tl.constexpr, block: tl.constexp
 def mix_heads(tile, weight, mixed, update, cut: tl.constexpr):
     """This program's rows of the attention's update."""
     first, end = share_rows(cut)
-    vector = _load_vector(mixed, None, None, 0, cut)
+    vector = _load_vector(mixed, None, 0, cut)
     for row in range(first, end, cut.step):
         total, tile, vector = _sum_rows(tile, vector, weight, row, end, mixed, None, None, cut)
         place = row + tl.arange(0, cut.step)
@@ -277,12 +314,13 @@ def mix_heads(tile, weight, mixed, update, cut: tl.constexpr):
 
 
 @jit
-def activate(tile, weight, x, update, norm, hidden, eps, cut: tl.constexpr):
+def activate(tile, weight, x, update, scale_D, norm, hidden, eps, cut: tl.constexpr):
     """This program's hidden units of the MLP: SwiGLU where rows have partners, else GELU."""
     step: tl.constexpr = cut.step
     first, end = share_rows(cut)
-    vector = _load_vector(x, update, norm, 0, cut)
-    scale = tl.rsqrt(mean_square(x, update, cut) + eps)
+    stream, square = load_stream(x, update, cut)
+    vector = stream * scale_D.to(tl.float32)
+    scale = tl.rsqrt(square + eps)
     for row in range(first, end, cut.step):
         total, tile, vector = _sum_rows(tile, vector, weight, row, end, x, update, norm, cut)
         total *= scale
@@ -299,7 +337,7 @@ def activate(tile, weight, x, update, norm, hidden, eps, cut: tl.constexpr):
 def add_update(tile, weight, hidden, update, gate, x, cut: tl.constexpr):
     """x ← x + gate · (a + MLP) in this program's rows, which nobody else reads in this stage."""
     first, end = share_rows(cut)
-    vector = _load_vector(hidden, None, None, 0, cut)
+    vector = _load_vector(hidden, None, 0, cut)
     for row in range(first, end, cut.step):
         total, tile, vector = _sum_rows(tile, vector, weight, row, end, hidden, None, None, cut)
         place = row + tl.arange(0, cut.step)

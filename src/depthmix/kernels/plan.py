@@ -1,0 +1,224 @@
+"""What the decoding kernel is compiled for: a model's tensors and rules, and how work is cut up.
+
+Owns the sizes of tiles and the check that everything fits. Knows nothing of the kernel's stages.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from jaxtyping import Float
+from torch import Tensor
+
+from depthmix.kernels.stages import Cut, Heads
+
+GATES = ("raw", "sigmoid", "tanh1", "unit")
+SELECTORS = ("router", "predictor", "all")
+
+
+class Plan(NamedTuple):
+    """Everything that the kernel is compiled for."""
+
+    num_layers: int
+    num_programs: int
+    width: int
+    block: int
+    """Elements of x that are read at a time where all of it is."""
+    heads: Heads
+    qkv: Cut
+    attn_out: Cut
+    mlp_in: Cut
+    mlp_out: Cut
+    head: Cut
+    predictor: Cut
+    predictor_block: int
+    selector: str
+    gate: str
+    normalize: bool
+    early_exit: bool
+
+
+class Weights(NamedTuple):
+    """A model's tensors; those of its L blocks are stacked. V, D, H, F: see `depthmix.nn`."""
+
+    embedding: Float[Tensor, "V D"]
+    phase_table: Float[Tensor, "positions 2 half"]
+    """Rotary cosines and sines, float32."""
+    norm_attention: Float[Tensor, "L D"]
+    w_qkv: Float[Tensor, "L heads D"]
+    """Rows of the query heads, then of the key heads, then of the value heads."""
+    w_attn_out: Float[Tensor, "L D mixed"]
+    norm_mlp: Float[Tensor, "L D"]
+    w_in: Float[Tensor, "L hidden D"]
+    """F gate rows, then F up rows (SwiGLU); or F rows alone (GELU)."""
+    w_mlp_out: Float[Tensor, "L D F"]
+    norm: Float[Tensor, " D"]
+    head: Float[Tensor, "V D"]
+    norm_query: Float[Tensor, "L H"] | None = None
+    norm_key: Float[Tensor, "L H"] | None = None
+    router: Float[Tensor, "R D"] | None = None
+    """Of the R routed blocks, in order; float32."""
+    predictor_in: Float[Tensor, "R P D"] | None = None
+    predictor_out: Float[Tensor, "R P"] | None = None
+    predictor_bias: Float[Tensor, " R"] | None = None
+
+
+class Rules(NamedTuple):
+    """What the tensors do not say."""
+
+    num_heads: int
+    norm_eps: float = 1e-6
+    routed_layers: tuple[int, ...] = ()
+    """Indices of the routed blocks, in order."""
+    selector: str = "all"
+    """Who decides: `router`, `predictor`, or `all` for every block."""
+    gate: str = "raw"
+    """What multiplies a routed block's update: raw, sigmoid, tanh1 or unit."""
+    normalize: bool = True
+    """The router scores x / rms(x)."""
+    first_tokens: int = 0
+    """Positions before this one are always kept."""
+    early_exit: bool = False
+    """Who skipped a routed block skips all later ones."""
+
+
+class Tuning(NamedTuple):
+    """How the work is cut up; results differ by rounding only."""
+
+    num_programs: int
+    """All of them must fit on the device at once."""
+    num_warps: int = 4
+    max_registers: int = 255
+    """Of a thread: with all of them, two programs of four warps fit on a processor."""
+    tile: int = 16384
+    """Elements of a weight tile: at 4 warps and 16,384 of bf16, 64 registers of a thread."""
+    min_columns: int = 2048
+    """Columns of a tile, where rows are that long; fewer rows a program make it wider."""
+    chunk: int = 32
+    """Tokens that attention reads at a time."""
+    max_splits: int = 16
+    """Parts of the context that are attended to side by side."""
+
+
+def cut_matrix(
+    num_rows: int, width: int, dtype: torch.dtype, tuning: Tuning, *, partner: int = 0
+) -> Cut:
+    """Tiles for a matrix: no more rows than a program has, and wide where those are few."""
+    longest = max(16, triton.next_power_of_2(width))
+    own = triton.next_power_of_2(-(-num_rows // tuning.num_programs)) * (2 if partner else 1)
+    columns = min(longest, max(16, tuning.min_columns, tuning.tile // own))
+    rows = min(own, max(2 if partner else 1, tuning.tile // columns))
+    step, padded = rows // 2 if partner else rows, -(-width // columns) * columns
+    pack = 2 if dtype.itemsize == 2 and width % 2 == 0 else 1
+    return Cut(num_rows, width, rows, columns, partner, tuning.num_programs, step, padded, pack)
+
+
+def choose_tuning(device: torch.device, width: int, num_heads: int) -> Tuning:
+    """What was fastest on an H200 (results/decode.md); one program in the interpreter."""
+    if device.type != "cuda":
+        # programs come one after another there, so a second one would be waited for in vain
+        return Tuning(num_programs=1)
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_programs = 2 * num_processors
+    # no program has a second head to attend with while others have none
+    splits = triton.next_power_of_2(max(1, num_programs // num_heads) + 1) // 2
+    return Tuning(num_programs, chunk=32 if width >= 2048 else 16, max_splits=min(splits, 64))
+
+
+def make_plan(
+    weights: Weights, rules: Rules, pages: Float[Tensor, "pages G page_size H"], tuning: Tuning
+) -> Plan:
+    """The kernel's constants from the shapes of a model's tensors."""
+    num_layers, num_projected, width = weights.w_qkv.shape
+    num_classes, mlp_width = weights.head.shape[0], weights.w_mlp_out.shape[2]
+    dtype = weights.embedding.dtype
+    num_units = 1 if weights.predictor_in is None else weights.predictor_in.shape[1]
+    partner = mlp_width if weights.w_in.shape[1] == 2 * mlp_width else 0
+    _, num_kv_heads, page_size, head_width = pages.shape
+    group = rules.num_heads // num_kv_heads
+    qkv = cut_matrix(num_projected, width, dtype, tuning)
+    # both are made of the same part of x
+    same = {"columns": qkv.columns, "padded": qkv.padded}
+    predictor = cut_matrix(num_units, width, dtype, tuning)._replace(**same)
+    heads = Heads(
+        num_heads=rules.num_heads,
+        num_kv_heads=num_kv_heads,
+        width=head_width,
+        page_size=page_size,
+        chunk=tuning.chunk,
+        max_splits=tuning.max_splits,
+        num_programs=tuning.num_programs,
+        group=group,
+    )
+    return Plan(
+        num_layers=num_layers,
+        num_programs=tuning.num_programs,
+        width=width,
+        block=min(triton.next_power_of_2(width), 2048),
+        heads=heads,
+        qkv=qkv,
+        attn_out=cut_matrix(width, weights.w_attn_out.shape[2], dtype, tuning),
+        mlp_in=cut_matrix(mlp_width, width, dtype, tuning, partner=partner),
+        mlp_out=cut_matrix(width, mlp_width, dtype, tuning),
+        head=cut_matrix(num_classes, width, dtype, tuning),
+        predictor=predictor,
+        predictor_block=triton.next_power_of_2(num_units),
+        selector=rules.selector if rules.routed_layers else "all",
+        gate=rules.gate,
+        normalize=rules.normalize,
+        early_exit=rules.early_exit,
+    )
+
+
+def check_plan(
+    weights: Weights, rules: Rules, key_pages: Tensor, value_pages: Tensor, tuning: Tuning
+) -> None:
+    num_layers, width = weights.norm_attention.shape
+    num_kv_heads, head_width = key_pages.shape[1], key_pages.shape[3]
+    mlp_width = weights.w_mlp_out.shape[2]
+    pages = (("key_pages", key_pages), ("value_pages", value_pages))
+    for name, tensor in (*weights._asdict().items(), *pages):
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
+    if head_width < 16 or head_width & (head_width - 1):
+        raise ValueError(f"the head width must be a power of two from 16 on, not {head_width}")
+    if rules.num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads = {rules.num_heads} must be a multiple of the pages' {num_kv_heads} heads"
+        )
+    shapes = {
+        "phase_table": (weights.phase_table.shape[0], 2, head_width // 2),
+        "norm_attention": (num_layers, width),
+        "w_qkv": (num_layers, (rules.num_heads + 2 * num_kv_heads) * head_width, width),
+        "w_attn_out": (num_layers, width, rules.num_heads * head_width),
+        "norm_mlp": (num_layers, width),
+        "w_in": (num_layers, (1 if weights.w_in.shape[1] == mlp_width else 2) * mlp_width, width),
+        "w_mlp_out": (num_layers, width, mlp_width),
+        "norm": (width,),
+        "head": tuple(weights.embedding.shape),
+        "norm_query": (num_layers, head_width),
+        "norm_key": (num_layers, head_width),
+        "router": (len(rules.routed_layers), width),
+    }
+    for name, shape in shapes.items():
+        tensor = getattr(weights, name)
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must be {shape}, not {tuple(tensor.shape)}")
+    if value_pages.shape != key_pages.shape or value_pages.dtype != key_pages.dtype:
+        raise ValueError("value_pages must have the shape and the type of key_pages")
+    if rules.gate not in GATES:
+        raise ValueError(f"there is no gate '{rules.gate}': use one of {', '.join(GATES)}")
+    if rules.selector not in SELECTORS:
+        raise ValueError(
+            f"there is no selector '{rules.selector}': use one of {', '.join(SELECTORS)}"
+        )
+    if rules.routed_layers and weights.router is None:
+        raise ValueError("routed_layers need the router's weights: give `router`")
+    if rules.routed_layers and rules.selector == "predictor" and weights.predictor_in is None:
+        raise ValueError(
+            "selector 'predictor' needs the predictor's weights: give them, or use 'router'"
+        )
+    for name in ("tile", "min_columns", "chunk", "max_splits"):
+        value = getattr(tuning, name)
+        if value < 1 or value & (value - 1):
+            raise ValueError(f"{name} must be a power of two, not {value}")
