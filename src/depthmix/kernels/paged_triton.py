@@ -14,7 +14,7 @@ from depthmix.kernels.stages import jit
 # programs that keep an H200 busy reading: about eight on each of its multiprocessors
 PROGRAMS = 1024
 MOST_PARTS = 32
-BLOCK_TOKENS, BLOCK_TOKENS_ALONE = 64, 32
+BLOCK_TOKENS, BLOCK_TOKENS_ALONE = 64, 16
 # blocks of keys and values that are here or under way
 NUM_STAGES_ALONE = 2
 
