@@ -181,7 +181,7 @@ class Bench:
             mask = torch.ones_like(tokens)
             model.generate(tokens, attention_mask=mask, do_sample=False, pad_token_id=0, **length)
 
-        few, many = shape.num_new // 4, shape.num_new
+        few, many = max(1, shape.num_new // 32), shape.num_new // 8 + 1
         generate(few)
         seconds = [time_call(lambda n=count: generate(n), self.device) for count in (few, many)]
         mean = 1e6 * (seconds[1] - seconds[0]) / (many - few)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from depthmix.infer import Engine, SamplingParams
+from depthmix.infer.runner import Work
+from depthmix.infer.scheduler import Chunk
 from depthmix.nn import Transformer
 
 LAP_TOKENS = 256
@@ -23,52 +25,52 @@ def prepare_decode(
     """
     config = model.config
     lap = min(LAP_TOKENS, config.max_seq_len - context)
-    engine = Engine(model, max_batch=batch, chunk_tokens=1 << 14, compile=compile)
     prompts = torch.randint(config.vocab_size, (batch, context)).tolist()
+    engine = Engine(model, max_batch=batch, compile=compile)
+    if engine.runner.record:
+        return _prepare_recorded(engine, prompts, lap)
 
-    def begin() -> None:
-        for prompt in prompts:
-            engine.add(prompt, SamplingParams(max_tokens=lap, seed=0))
-        while engine.scheduler.num_waiting or any(
-            track.num_new == 0 for track in engine._tracks.values()
-        ):
-            engine.step()
+    def step() -> Tensor | None:
+        # the whole engine, which samples at temperature 1
+        if not engine.has_work:
+            for prompt in prompts:
+                engine.add(prompt, SamplingParams(max_tokens=lap, seed=0))
+            while engine.scheduler.num_waiting or any(
+                track.num_new == 0 for track in engine._tracks.values()
+            ):
+                engine.step()
+        paths = [event.path for event in engine.step()]
+        return torch.tensor(paths).T if config.routed_layers else None
 
-    # rows that have their prompt wait for the others by going on: not worth a recording
-    record, engine.runner.record = engine.runner.record, False
-    begin()
-    if not record:
-        # on a CPU: the whole engine, which samples at temperature 1
+    return step
 
-        def step_all() -> Tensor | None:
-            if not engine.has_work:
-                begin()
-            paths = [event.path for event in engine.step()]
-            return torch.tensor(paths).T if config.routed_layers else None
 
-        return step_all
-
-    engine.runner.record = True
-    engine.step()
-    (step,) = engine.runner.steps.values()
-    cache = engine.runner.cache
-    for row in range(batch):
-        assert engine.pages.reserve(row, lap - batch)
-    cache.follow(engine.pages.drain_changes())
-    lengths, inputs = cache.lengths.clone(), step.inputs.clone()
-    tokens = torch.randint(config.vocab_size, (lap, batch), device=inputs.device)
+def _prepare_recorded(
+    engine: Engine, prompts: list[list[int]], lap: int
+) -> Callable[[], Tensor | None]:
+    """The recorded step of all rows; no scheduler, which would let the first rows go ahead."""
+    runner, pages, config = engine.runner, engine.pages, engine.config
+    context = len(prompts[0])
+    for row, prompt in enumerate(prompts):
+        assert pages.reserve(row, context)
+        (done,) = runner.run([Work(Chunk(row, row, 0, context, False), prompt)])
+        pages.settle(row, done.stored)
+        assert pages.reserve(row, lap)
+    runner.run([Work(Chunk(r, r, context, 1, True), [0]) for r in range(len(prompts))])
+    (step,) = runner.steps.values()
+    lengths, inputs = runner.cache.lengths.clone(), step.inputs.clone()
+    tokens = torch.randint(config.vocab_size, (lap - 1, len(prompts)), device=inputs.device)
     num_routed, number = len(config.routed_layers), 0
 
-    def step_device() -> Tensor | None:
+    def run() -> Tensor | None:
         nonlocal number
-        # the first row is `batch` tokens ahead of the last
-        if number == lap - batch - 2:
+        if number == lap - 1:
             number = 0
-            cache.lengths.copy_(lengths)
+            runner.cache.lengths.copy_(lengths)
             step.inputs.copy_(inputs)
         step.tokens.copy_(tokens[number])
         number += 1
         outputs = step.run()
         return outputs.told[1 : 1 + num_routed] if num_routed else None
 
-    return step_device
+    return run
