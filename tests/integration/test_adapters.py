@@ -97,6 +97,17 @@ def test_only_adapted_matrices_change(dense: Path, whole: Path) -> None:
     assert all(line["distill_loss"] > 0 for line in lines)
 
 
+def test_it_begins_as_its_source(dense: Path, whole: Path) -> None:
+    source = open_run(whole)
+    run = make_run(source.config, **{"train.capacity_from": None})
+    corpus = Corpus.open(dense.with_name("data"))
+    trainer, model = Trainer(run, corpus, WORLD, start=source), source.build()
+    assert len(list_adapters(trainer.model)) == 12
+    tokens = make_tokens(model.config, 2, 16)
+    with torch.no_grad():
+        assert torch.equal(trainer.model(tokens).logits, model(tokens).logits)
+
+
 def test_readers_see_the_model_that_was_trained(dense: Path, whole: Path) -> None:
     config = RunConfig.from_dict(RunDir.open(whole).read_config())
     trainer = Trainer(config, Corpus.open(dense.with_name("data")), WORLD)

@@ -89,7 +89,7 @@ def test_merged_weights_compute_what_adapters_do(name: str) -> None:
     logits = model(tokens).logits
     torch.testing.assert_close(merged(tokens).logits, logits)
     assert (plain(tokens).logits - logits).abs().max() > 0.1
-    frozen = {n: v for n, v in collect_tensors(plain, [])["model"].items()}
+    frozen = collect_tensors(plain, [])["model"]
     adapted = {f"{path}.weight" for path in list_adapters(model)}
     assert adapted
     assert {n for n, v in weights.items() if not torch.equal(v, frozen[n])} == adapted
