@@ -121,7 +121,10 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "capacity_from": st.none() | st.floats(0, 1, exclude_min=True),
     "capacity_share": shares,
     "capacity_stages": counts,
-    "trainable": st.sampled_from(["all", "routers"]),
+    "trainable": st.sampled_from(["all", "routers", "lora"]),
+    "lora_rank": st.integers(1, 64),
+    "lora_alpha": st.none() | positive,
+    "lora_blocks": st.sampled_from(["routed", "all"]),
     "distill": st.none() | st.just("runs/teacher"),
     "distill_weight": st.floats(0, 1e300),
     "document_mask": st.booleans(),
@@ -152,6 +155,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     values["accumulate"] = draw(st.integers(1, 8))
     values["batch_size"] *= values["accumulate"]
     assume(not (values["cuda_graph"] and values["optimizer"] == "muon"))
+    assume(not (values["trainable"] == "lora" and values["optimizer"] == "muon"))
     assume(not (values["capacity_from"] and budget == "flops"))
     return Recipe(**values)
 
@@ -199,7 +203,10 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "capacity_from": [(0, r"must lie in \(0, 1\]"), (1.5, r"must lie in \(0, 1\]")],
     "capacity_share": [(1.5, "must lie between 0 and 1")],
     "capacity_stages": [(0, "must be greater than 0"), (2.5, "must be a whole number")],
-    "trainable": [("heads", "must be one of 'all', 'routers'")],
+    "trainable": [("heads", "must be one of 'all', 'routers', 'lora'")],
+    "lora_rank": [(0, "must be greater than 0"), (2.5, "must be a whole number")],
+    "lora_alpha": [(0, "must be greater than 0"), (math.inf, "must be a finite number")],
+    "lora_blocks": [("dense", "must be one of 'routed', 'all'")],
     "distill_weight": [(-1, "must be 0 or more"), (math.inf, "must be a finite number")],
     "document_mask": [(3, "must be true or false")],
     "precision": [("float16", "must be one of 'auto', 'float32', 'bfloat16'")],

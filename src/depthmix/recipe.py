@@ -66,8 +66,14 @@ class Recipe:
     """Share of the run in which the capacity falls, at its beginning."""
     capacity_stages: int = 8
     """Number of stages in which it falls; each is compiled anew where steps are compiled."""
-    trainable: Literal["all", "routers"] = "all"
-    """What learns: all, or routers and predictors alone."""
+    trainable: Literal["all", "routers", "lora"] = "all"
+    """What learns: all, routers and predictors alone, or these and low-rank adapters of blocks."""
+    lora_rank: int = 16
+    """Rank of those adapters."""
+    lora_alpha: float | None = None
+    """An adapter is multiplied by lora_alpha / lora_rank. Empty means twice the rank."""
+    lora_blocks: Literal["routed", "all"] = "routed"
+    """Blocks whose matrices have adapters: those that route, or all."""
     distill: str | None = None
     """A run or folder whose model's predictions are learned beside the text."""
     distill_weight: float = 1.0
@@ -118,6 +124,11 @@ class Recipe:
                 f"torch's Muon cannot update sharded matrices: use train.optimizer=adamw on "
                 f"several {noun}"
             )
+        if self.trainable == "lora" and size > 1:
+            raise ValueError(
+                f"train.trainable = lora merges whole matrices, which {size} {noun} would share: "
+                f"use one, or another train.trainable"
+            )
         if self.batch_size % (size * self.accumulate):
             micro = f" x train.accumulate={self.accumulate}" if self.accumulate > 1 else ""
             raise ValueError(
@@ -157,6 +168,16 @@ class RunConfig:
             raise ValueError(
                 f"train.seq_len = {self.seq_len} is more than the model's max_seq_len = "
                 f"{self.model.max_seq_len}: lower it, or raise max_seq_len"
+            )
+        adapted = self.train.trainable == "lora"
+        if adapted and self.train.lora_rank > self.model.width:
+            raise ValueError(
+                f"train.lora_rank = {self.train.lora_rank} is more than the model's width "
+                f"{self.model.width}: lower it, or give train.trainable=all"
+            )
+        if adapted and self.train.lora_blocks == "routed" and not self.model.routed_layers:
+            raise ValueError(
+                "train.lora_blocks = routed needs blocks that route: give train.lora_blocks=all"
             )
 
     @property
@@ -239,8 +260,9 @@ def _find_problems(recipe: Recipe) -> Iterator[str]:
     if len(given) > 1:
         yield f"a run stops by one of steps, tokens and flops: take away {' and '.join(given[1:])}"
     above = ("batch_size", "accumulate", "log_every", "val_tokens", "learning_rate")
-    for name in (*given, *above, "capacity_stages"):
-        if not 0 < (value := getattr(recipe, name)) < math.inf:
+    for name in (*budgets, *above, "capacity_stages", "lora_rank", "lora_alpha"):
+        value = getattr(recipe, name)
+        if value is not None and not 0 < value < math.inf:
             yield f"train.{name} = {value} must be {_say_bound(value, 'greater than 0')}"
     for name in ("seq_len", "shard_size", "val_every", "checkpoint_every"):
         value = getattr(recipe, name)
@@ -264,6 +286,8 @@ def _find_problems(recipe: Recipe) -> Iterator[str]:
         yield f"train.seed = {recipe.seed} must lie between 0 and {MOST_SEEDS - 1}"
     if recipe.cuda_graph and recipe.optimizer == "muon":
         yield "train.cuda_graph = true cannot record Muon: leave it out, or use adamw"
+    if recipe.trainable == "lora" and recipe.optimizer == "muon":
+        yield "train.trainable = lora is not for Muon, which wants whole matrices: use adamw"
     if recipe.capacity_from is not None and not 0 < recipe.capacity_from <= 1:
         yield f"train.capacity_from = {recipe.capacity_from} must lie in (0, 1]"
     if recipe.capacity_from is not None and recipe.flops is not None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from depthmix.checkpoint import load_weights
 from depthmix.cli import main
 from depthmix.rundir import RunDir
 from foreign_models import write_foreign
@@ -83,3 +84,47 @@ def test_upcycle_then_heal(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "leave out --preset tiny" in capsys.readouterr().err
     assert main(["train", "--from", str(run), "--data", str(data), "width=64"]) == 2
     assert "only fields of routing may be changed" in capsys.readouterr().err
+
+
+def test_heal_by_adapters_then_use_it_as_any_run(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, data, healed = (tmp_path / name for name in ("run", "data", "healed"))
+    assert main(["upcycle", str(dense), "--out", str(run), "--first-dense", "0", *SMALL]) == 0
+    text = tmp_path / "text.txt"
+    text.write_text("<|endoftext|>".join(f"line {i} says {i * i}\n" for i in range(400)))
+    command = ["prepare", str(text), "--out", str(data), "--workers", "1"]
+    assert main([*command, "--tokenizer", str(run)]) == 0
+    common = ("--data", str(data), "--device", "cpu", "--steps", "2", "train.batch_size=2")
+    common = (*common, "train.val_tokens=64", "train.seq_len=32", "train.tensorboard=false")
+    lora = ("train.trainable=lora", "train.lora_rank=4")
+    capsys.readouterr()
+    for fields, told in (
+        ((*lora, "train.lora_rank=0"), "train.lora_rank = 0 must be greater than 0"),
+        ((*lora, "train.lora_rank=33"), "train.lora_rank = 33 is more than the model's width 32"),
+        ((*lora, "train.lora_alpha=-1"), "train.lora_alpha = -1.0 must be greater than 0"),
+        ((*lora, "train.lora_blocks=some"), "must be one of 'routed', 'all'"),
+        ((*lora, "train.optimizer=muon"), "is not for Muon, which wants whole matrices: use adamw"),
+        ((*lora, "routing.strategy=none"), "needs blocks that route: give train.lora_blocks=all"),
+    ):
+        place = ("--out", str(tmp_path / "wrong"))
+        assert main(["train", "--from", str(run), *place, *common, *fields]) == 2
+        assert told in capsys.readouterr().err
+        assert not (tmp_path / "wrong").exists()
+    assert main(["train", "--from", str(run), "--out", str(healed), *common, *lora]) == 0
+    # two blocks of 4 · (in + out) for each matrix, and what decides
+    widths = (32 + 48, 32 + 16, 32 + 32, 32 + 48, 32 + 48, 48 + 32)
+    learn = 2 * (4 * sum(widths) + 32 + 8 * 32 + 8 + 1)
+    assert f"parameters ({learn / 1000:.2f} K learn), 2 steps" in capsys.readouterr().out
+
+    assert main(["sample", str(healed), "--prompt", "line", "--max-tokens", "5", "--json"]) == 0
+    assert main(["eval", str(healed), "--text", str(text), "--device", "cpu"]) == 0
+    small = tmp_path / "small.txt"
+    small.write_text("line 3 says 9 and no more")
+    trace = ("--text", str(small), "--out", str(tmp_path / "t.json"))
+    assert main(["trace", str(healed), *trace]) == 0
+    assert main(["export", str(healed), "--out", str(tmp_path / "hf")]) == 0
+    assert main(["train", "--from", str(healed), "--out", str(tmp_path / "on"), *common]) == 0
+    weights = load_weights(healed)
+    assert weights.keys() == load_weights(run).keys()
+    assert weights.keys() == load_weights(tmp_path / "on").keys()

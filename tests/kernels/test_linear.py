@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from depthmix.kernels import linear
+from depthmix.kernels.linear import _Linear
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -19,3 +20,24 @@ def test_linear_is_torchs_own_on_a_cpu(autocast: bool) -> None:
     assert results[0][0].dtype == (torch.bfloat16 if autocast else torch.float32)
     for ours, truth in zip(*results, strict=True):
         assert torch.equal(ours, truth)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_frozen_weight_has_no_gradient_computed(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("this product was not needed")
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return _Linear.apply(x, weight)
+
+    x, weight = torch.randn(2, 3, 64, requires_grad=True), torch.randn(32, 64)
+    function = (
+        torch.compile(multiply, backend="aot_eager", fullgraph=True) if compiled else multiply
+    )
+    monkeypatch.setattr(torch, "mm", refuse)
+    (found,) = torch.autograd.grad(function(x, weight).sum(), x)
+    (truth,) = torch.autograd.grad(F.linear(x, weight).sum(), x)
+    torch.testing.assert_close(found, truth)

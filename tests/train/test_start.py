@@ -1,5 +1,6 @@
 """A run begins with the weights of another model, or with some of it frozen."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from depthmix import flops
 from depthmix.checkpoint.source import Source, open_run
 from depthmix.checkpoint.weights import load_weights
 from depthmix.data.shards import Corpus
@@ -17,7 +19,8 @@ from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 from depthmix.train.launch import Plan, launch
 from depthmix.train.optim import make_optimizers
-from depthmix.train.start import check_tokenizer, freeze, load_start
+from depthmix.train.parallel import World
+from depthmix.train.start import check_memory, check_tokenizer, freeze, load_start
 from text_runs import write_text_run
 from tiny_runs import FIELDS, write_data
 from variants import make_config
@@ -102,6 +105,17 @@ def test_freezing_by_hand() -> None:
         make_optimizers(model, make_run(**{"train.optimizer": "muon"}).train)
     with pytest.raises(ValueError, match="needs a model that routes"):
         freeze(Transformer(make_config("dense")), "routers")
+
+
+def test_what_is_frozen_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, model = World(0, 1, torch.device("cpu")), load_preset("1b")
+    # 8 bytes for each parameter: no room for a gradient and a moment beside it
+    machine = {"SC_PAGE_SIZE": 8, "SC_PHYS_PAGES": flops.num_parameters(model).total}
+    monkeypatch.setattr(os, "sysconf", machine.__getitem__)
+    for trainable in ("routers", "lora"):
+        check_memory(RunConfig.from_overrides(model, {"train.trainable": trainable}), world)
+    with pytest.raises(ValueError, match="this needs more than"):
+        check_memory(RunConfig(model=model), world)
 
 
 def test_what_was_done_is_told() -> None:

@@ -3,6 +3,7 @@
     RUN/checkpoints/step-00001000/
       model.safetensors       weights by name (with several ranks, one file of each rank)
       optimizer.safetensors   the optimisers' state by the parameter's name, likewise
+      adapters.safetensors    of a training of adapters: what the weights were merged from
       state.json              all that is not a tensor
       checksums.json          size and sha256 of every other file
 

@@ -30,8 +30,11 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        grad_weight = torch.mm(rows.T, x.flatten(0, -2), out_dtype=torch.float32)
+        grad_weight = None
+        # a frozen one would cost as much as one that learns
+        if ctx.needs_input_grad[1]:
+            rows = grad.flatten(0, -2)
+            grad_weight = torch.mm(rows.T, x.flatten(0, -2), out_dtype=torch.float32)
         return grad @ weight, grad_weight

@@ -21,6 +21,7 @@ from depthmix.checkpoint.ranks import Ranks
 from depthmix.checkpoint.source import Source, open_run
 from depthmix.data.default import find_cache, prepare_default
 from depthmix.data.progress import show_progress
+from depthmix.describe import format_number
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir, State, collect_provenance, name_run
 from depthmix.train.anneal import list_stages
@@ -246,10 +247,13 @@ def _describe_start(trainer: Trainer, source: Source | None = None) -> dict[str,
 
 def _say_start(console: Console, trainer: Trainer) -> None:
     run, corpus = trainer.run, trainer.corpus
+    learning = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    # whoever froze something wants to know what is left
+    told = "" if run.train.trainable == "all" else f" ({format_number(learning)} learn)"
     num_epochs = trainer.num_steps * run.tokens_per_step / trainer.loader.split.num_tokens
     _say(
         console,
-        f"{flops.num_parameters(run.model).total / 1e6:.1f} M parameters, "
+        f"{flops.num_parameters(run.model).total / 1e6:.1f} M parameters{told}, "
         f"{trainer.num_steps} steps of {run.train.batch_size} x {run.seq_len} tokens, "
         f"{trainer.meter.count_flops(trainer.num_steps):.2e} FLOPs; {corpus.folder}, "
         f"{num_epochs:.2f} epochs; {trainer.folder.path}",

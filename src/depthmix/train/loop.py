@@ -16,10 +16,8 @@ from depthmix import flops
 from depthmix.checkpoint import (
     Checkpoints,
     collect_rng,
-    collect_tensors,
     find_largest,
     restore_rank_rng,
-    restore_tensors,
     seed_rng,
 )
 from depthmix.checkpoint.source import Source
@@ -35,6 +33,7 @@ from depthmix.train.distill import open_distillation
 from depthmix.train.evaluate import bits_per_byte, validate
 from depthmix.train.interrupt import Interrupt
 from depthmix.train.log import Logger, SilentLogger
+from depthmix.train.lora import add_adapters, collect_parts, restore_parts
 from depthmix.train.meter import Meter, Reading, check_finite
 from depthmix.train.optim import make_optimizers, set_rates
 from depthmix.train.parallel import World
@@ -97,6 +96,7 @@ class Trainer:
         parallel.wrap_model(self.root, recipe, world, self.precision, by_block=by_block)
         parallel.allocate(self.root, device, recipe.seed)
         self.started = "" if start is None else load_start(self.model, start, recipe.seed)
+        add_adapters(self.model, recipe)
         # the same weights on every process, and from here on random numbers of its own
         seed_rng(recipe.seed, world.rank, 0)
         can_record = alone and compiled and device.type == "cuda" and recipe.optimizer == "adamw"
@@ -136,9 +136,9 @@ class Trainer:
         found = self.checkpoints.find_newest()
         if found is None:
             return ["there is no checkpoint yet: starting from the beginning"]
-        tensors = collect_tensors(self.model, self.optimizers)
+        tensors = collect_parts(self.model, self.optimizers)
         state = self.checkpoints.load(found, tensors)
-        restore_tensors(self.model, self.optimizers, tensors)
+        restore_parts(self.model, self.optimizers, tensors)
         self.num_done, self.val, self.loss = found.step, state["val"], state.get("loss")
         self.annealer.enter(max(0, found.step - 1))
         self.meter.load_state_dict(state.get("meter", {}))
@@ -283,7 +283,7 @@ class Trainer:
             "rng": collect_rng(),
         }
         score = self.val.get("loss_causal", self.val.get("loss_topk", self.val.get("loss")))
-        tensors = collect_tensors(self.model, self.optimizers)
+        tensors = collect_parts(self.model, self.optimizers)
         # the loss is that before the update, which may have gone too far
         (broken,) = self.world.agree(not math.isfinite(find_largest(tensors)))
         check_finite({"weights": math.nan if broken else 0.0}, step)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from depthmix.nn import Transformer
 from depthmix.nn.router import Predictor, Router
 from depthmix.recipe import BASE_WIDTH, Recipe
+from depthmix.train.lora import list_adapters
 
 MUON_MOMENTUM = 0.95
 
@@ -21,20 +22,25 @@ def group_parameters(model: Transformer) -> dict[str, list[nn.Parameter]]:
 
     `matrices` are the blocks' own: an update of one of their entries is summed over the width, so
     their rate falls with it (arXiv:2203.03466). So does that of `heads`, which do not decay: the
-    vocabulary's, where it is not tied, and routers and predictors, which would drift towards ties.
-    Embeddings and norms, the `others`, meet one entry at a time. What does not learn is in none.
+    vocabulary's, where it is not tied, routers and predictors, which would drift towards ties, and
+    the first matrix of an adapter. Embeddings and norms, the `others`, meet one entry at a time;
+    an adapter's second matrix sums over its rank, whatever the width (arXiv:2402.12354). What does
+    not learn is in none.
     """
+    adapters = list_adapters(model).values()
     deciders = [m for m in model.modules() if isinstance(m, Router | Predictor)]
     heads = {id(p) for m in deciders for p in m.parameters() if p.ndim > 1}
     if not model.config.tied_head:
         heads.add(id(model.head.weight))
+    heads |= {id(adapter.down) for adapter in adapters}
+    seconds = {id(adapter.up) for adapter in adapters}
     groups: dict[str, list[nn.Parameter]] = {"matrices": [], "heads": [], "others": []}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if id(parameter) in heads:
             groups["heads"].append(parameter)
-        elif ".layers." in f".{name}" and parameter.ndim > 1:
+        elif ".layers." in f".{name}" and parameter.ndim > 1 and id(parameter) not in seconds:
             groups["matrices"].append(parameter)
         else:
             groups["others"].append(parameter)

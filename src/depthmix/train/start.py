@@ -31,11 +31,13 @@ LARGEST_BYTES = 2**70
 
 def check_memory(run: RunConfig, world: World) -> None:
     """Refuse what cannot fit, before the system kills the process for trying."""
-    # a bound from below: weights, gradients and a moment in float32, and what enters each block
+    # a bound from below: weights in float32, where they learn also a gradient and a moment, and
+    # what enters each block
     num_tokens = run.tokens_per_step // run.train.accumulate // world.size
     needed = 2 * num_tokens * run.model.width * run.model.num_layers
     try:
-        needed += 12 * flops.num_parameters(run.model).total // world.size
+        each = 12 if run.train.trainable == "all" else 4
+        needed += each * flops.num_parameters(run.model).total // world.size
     except OverflowError:
         needed = LARGEST_BYTES
     if world.device.type == "cuda":
@@ -107,10 +109,11 @@ def _copy(model: Transformer, weights: Mapping[str, Tensor]) -> None:
 
 
 def freeze(model: Transformer, trainable: str) -> None:
-    """Let only that part learn: `all`, or `routers`, with their predictors."""
+    """Let only that part learn: `all`, or routers and predictors, to which `lora` adds its own."""
     if trainable == "all":
         return
-    if not model.config.routed_layers and not model.config.expert_layers:
+    routes = model.config.routed_layers or model.config.expert_layers
+    if trainable == "routers" and not routes:
         raise ValueError("train.trainable = routers needs a model that routes")
     model.requires_grad_(False)
     for module in model.modules():
