@@ -13,9 +13,10 @@ from depthmix.kernels import linear, linear_cross_entropy, multiply_groups, refe
 from depthmix.nn import Transformer
 from depthmix.nn.transformer import Output
 from depthmix.recipe import Recipe, RunConfig
+from depthmix.train.evaluate import look_at_batch
 from depthmix.train.loss import IGNORE, RoutingLoss
 from depthmix.train.meter import Meter
-from depthmix.train.parallel import World
+from depthmix.train.parallel import World, compile_layers
 from depthmix.train.step import StepLoss, TrainStep, compute_loss
 from variants import VARIANTS, make_config, make_model
 
@@ -163,6 +164,24 @@ def test_compiled_attention_stays_inside_documents(name: str) -> None:
         grads.append(torch.cat(parts))
     assert relative_error(losses[1], losses[0]) < 1e-4
     assert relative_error(grads[1], grads[0]) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["dense", "mod"])
+def test_blocks_compiled_for_training_can_be_validated(name: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Transformer(make_config(name, max_seq_len=1024, width=64)).cuda()
+    tokens = torch.randint(0, model.config.vocab_size, (4, 1025), device="cuda")
+    documents = (torch.rand(4, 1024, device="cuda") < 0.01).cumsum(1)
+    inputs = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), documents)
+    with torch.no_grad():
+        truth, _ = look_at_batch(model, *inputs, None, torch.bfloat16)
+    compile_layers(model)
+    compute_loss(model, *inputs).total.backward()
+    with torch.no_grad():
+        for _ in range(3):
+            loss, _ = look_at_batch(model, *inputs, None, torch.bfloat16)
+    assert relative_error(loss, truth) < 1e-2
 
 
 def list_kept(output: Output) -> list[torch.Tensor]:

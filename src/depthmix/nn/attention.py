@@ -141,8 +141,10 @@ class Attention(nn.Module):
         """Whether `flex_attention` can be compiled here: on a GPU, for heads of 16 and more.
 
         Below 128 queries torch takes its kernel for decoding, which cannot be compiled for these.
+        Without gradients the compiled kernel was seen to read memory that is not its own (torch
+        2.11), so validation has a mask of all pairs.
         """
-        can_compile = torch.compiler.is_compiling() and x.is_cuda
+        can_compile = torch.compiler.is_compiling() and x.is_cuda and torch.is_grad_enabled()
         return can_compile and self.head_width >= 16 and x.shape[1] >= 128
 
     def make_queries_and_keys(
