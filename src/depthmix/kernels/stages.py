@@ -56,6 +56,8 @@ class Heads(NamedTuple):
     num_programs: int
     group: int
     """Query heads of a key/value head."""
+    pack: int
+    """As `Cut.pack`, of the pages."""
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -175,22 +177,41 @@ def load_stream(x, x_more, cut: tl.constexpr):
 
 
 @jit
+def _unpack(packed, source, pack: tl.constexpr):
+    """Numbers of `source` as float32: the even and the odd ones, or where not packed all, twice."""
+    if pack == 1:
+        low = packed.to(tl.float32)
+        high = low
+    elif source.dtype.element_ty == tl.bfloat16:
+        # a bf16 is the upper half of a float32
+        low = (packed << 16).to(tl.float32, bitcast=True)
+        high = (packed & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = packed.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (packed >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@jit
+def _halve(vector, size: tl.constexpr, pack: tl.constexpr):
+    """A vector as `_unpack` gives what it is multiplied with."""
+    if pack == 1:
+        even, odd = vector, vector
+    else:
+        even, odd = tl.split(tl.reshape(vector, (size // 2, 2)))
+    return even, odd
+
+
+@jit
 def _sum_tile(tile, vector, weight, cut: tl.constexpr):
     """Products of a tile's rows with a vector."""
     rows: tl.constexpr = cut.rows
     groups: tl.constexpr = cut.columns // GROUP
+    low, high = _unpack(tile, weight, cut.pack)
+    even, odd = _halve(vector, cut.columns, cut.pack)
+    product = low * even[None, :]
     if cut.pack == 2:
-        even, odd = tl.split(tl.reshape(vector, (cut.columns // 2, 2)))
-        if weight.dtype.element_ty == tl.bfloat16:
-            # a bf16 is the upper half of a float32
-            low = (tile << 16).to(tl.float32, bitcast=True)
-            high = (tile & -65536).to(tl.float32, bitcast=True)
-        else:
-            low = tile.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            high = (tile >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        product = low * even[None, :] + high * odd[None, :]
-    else:
-        product = tile.to(tl.float32) * vector[None, :]
+        product += high * odd[None, :]
     # first inside each thread: a whole tile of products would fill its registers
     return tl.sum(tl.sum(tl.reshape(product, (rows, groups, GROUP // cut.pack)), axis=2), axis=1)
 
@@ -349,15 +370,15 @@ def add_update(tile, weight, hidden, update, gate, x, cut: tl.constexpr):
 
 @jit
 def _turn(head, phase, norm, layer, eps, width: tl.constexpr):
-    """The heads that begin at these pointers: normalised where the model does, and rotated."""
+    """The head that begins at this pointer: normalised where the model does, and rotated."""
     half: tl.constexpr = width // 2
-    lane = tl.arange(0, width)[None, :]
+    lane = tl.arange(0, width)
     # the other one of each pair (x_i, x_{i + H/2}), see `reference.rotate_heads`
     other = lane ^ half
     here = tl.load(head + lane, cache_modifier=".cg")
     there = tl.load(head + other, cache_modifier=".cg")
     if norm is not None:
-        scale = tl.rsqrt(tl.sum(here * here, axis=1) / width + eps)[:, None]
+        scale = tl.rsqrt(tl.sum(here * here) / width + eps)
         norm += layer * width
         here *= scale * tl.load(norm + lane).to(tl.float32)
         there *= scale * tl.load(norm + other).to(tl.float32)
@@ -369,36 +390,50 @@ def _turn(head, phase, norm, layer, eps, width: tl.constexpr):
 @jit
 def _split_context(num_tokens, heads: tl.constexpr):
     """Number of parts of the context, none of them empty, and the tokens of each."""
-    # whole quarters of a chunk
-    unit = (heads.chunk + 3) // 4
+    unit: tl.constexpr = 8 if heads.chunk > 8 else heads.chunk
     span = tl.cdiv(tl.cdiv(num_tokens, heads.max_splits), unit) * unit
     return tl.cdiv(num_tokens, span), span
 
 
 @jit
-def _find_slots(table, token, wanted, head, heads: tl.constexpr):
-    """Where a head's keys and values of these tokens stand, counted in heads."""
-    page = tl.load(table + token // heads.page_size, mask=wanted, other=0).to(tl.int64)
-    return (page * heads.num_kv_heads + head) * heads.page_size + token % heads.page_size
+def _find_pages(table, start, end, heads: tl.constexpr):
+    """The pages of the chunk of tokens from `start` on, up to `end`."""
+    token_S = start + tl.arange(0, heads.chunk)
+    return tl.load(table + token_S // heads.page_size, mask=token_S < end, other=0)
 
 
 @jit
-def _load_chunk(key_pages, value_pages, table, start, end, head, heads: tl.constexpr):
+def _find_slot(page, token, head, heads: tl.constexpr):
+    """Where a head's key and value of a token stand, counted in heads."""
+    first = (page.to(tl.int64) * heads.num_kv_heads + head) * heads.page_size
+    return first + token % heads.page_size
+
+
+@jit
+def _load_chunk(key_pages, value_pages, page_S, start, end, head, heads: tl.constexpr):
     """A head's stored keys and values of the chunk of tokens from `start` on, up to `end`."""
     token_S = start + tl.arange(0, heads.chunk)
     stored_S = token_S < end
-    slot_S = _find_slots(table, token_S, stored_S, head, heads)
-    place_SH = slot_S[:, None] * heads.width + tl.arange(0, heads.width)[None, :]
-    key_SH = tl.load(key_pages + place_SH, mask=stored_S[:, None], other=0.0)
-    return key_SH, tl.load(value_pages + place_SH, mask=stored_S[:, None], other=0.0)
+    slot_S = _find_slot(page_S, token_S, head, heads)
+    size: tl.constexpr = heads.width // heads.pack
+    place_SH = slot_S[:, None] * size + tl.arange(0, size)[None, :]
+    if heads.pack == 2:
+        key_pages = key_pages.to(tl.pointer_type(tl.int32))
+        value_pages = value_pages.to(tl.pointer_type(tl.int32))
+    key_SH = tl.load(key_pages + place_SH, mask=stored_S[:, None], other=0)
+    return key_SH, tl.load(value_pages + place_SH, mask=stored_S[:, None], other=0)
 
 
 @jit
 def load_nothing(pages, heads: tl.constexpr):
     """What stands in for a chunk of keys or values before there is one."""
     chunk: tl.constexpr = heads.chunk
-    width: tl.constexpr = heads.width
-    return tl.zeros((chunk, width), dtype=pages.dtype.element_ty)
+    size: tl.constexpr = heads.width // heads.pack
+    if heads.pack == 2:
+        nothing = tl.zeros((chunk, size), dtype=tl.int32)
+    else:
+        nothing = tl.zeros((chunk, size), dtype=pages.dtype.element_ty)
+    return nothing
 
 
 @jit
@@ -409,7 +444,8 @@ def load_context(key_pages, value_pages, table, length, heads: tl.constexpr):
     head = tl.minimum(program // num_splits, heads.num_heads - 1) // heads.group
     start = program % num_splits * span
     end = tl.minimum(start + span, length)
-    return _load_chunk(key_pages, value_pages, table, start, end, head, heads)
+    page_S = _find_pages(table, start, end, heads)
+    return _load_chunk(key_pages, value_pages, page_S, start, end, head, heads)
 
 
 @jit
@@ -441,6 +477,7 @@ def attend(
     """
     chunk: tl.constexpr = heads.chunk
     width: tl.constexpr = heads.width
+    pack: tl.constexpr = heads.pack
     lane = tl.arange(0, width)
     num_tokens = length + 1
     num_splits, span = _split_context(num_tokens, heads)
@@ -448,51 +485,64 @@ def attend(
         query = item // num_splits
         head = query // heads.group
         split = item % num_splits
-        query_1H = _turn(qkv + query * width, phase, norm_query, layer, eps, width) * width**-0.5
+        query_H = _turn(qkv + query * width, phase, norm_query, layer, eps, width) * width**-0.5
         new_key = qkv + (heads.num_heads + head) * width
-        new_key_1H = _turn(new_key, phase, norm_key, layer, eps, width)
+        new_key_H = _turn(new_key, phase, norm_key, layer, eps, width)
         new_value = new_key + heads.num_kv_heads * width
-        new_value_1H = tl.load(new_value + lane, cache_modifier=".cg")[None, :]
+        new_value_H = tl.load(new_value + lane, cache_modifier=".cg")
+        query_low, query_high = _halve(query_H, width, pack)
+        new_low, new_high = _halve(new_value_H, width, pack)
 
-        # each place in a chunk is a softmax of its own, so that threads meet only at the end; its
-        # largest score begins below all others, but finite, or a place without a token would be nan
-        top_S = tl.full((chunk,), -1e30, dtype=tl.float32)
-        sum_S = tl.zeros((chunk,), dtype=tl.float32)
-        out_SH = tl.zeros((chunk, width), dtype=tl.float32)
-        end = tl.minimum(split * span + span, num_tokens)
-        stored_end = tl.minimum(end, length)
+        # Each place in a chunk is a softmax of its own, so that threads meet only at the end. The
+        # first one begins with the newest token, whose page somebody is writing; the largest score
+        # of the others is below all others, but finite, or one without a token would be nan.
+        last = split == num_splits - 1
+        newest_S = (tl.arange(0, chunk) == 0) & last
+        top_S = tl.where(newest_S, tl.sum(query_H * new_key_H), -1e30)
+        sum_S = tl.where(newest_S, 1.0, 0.0)
+        out_low_SH = tl.where(newest_S[:, None], new_low[None, :], 0.0)
+        out_high_SH = tl.where(newest_S[:, None], new_high[None, :], 0.0)
+        end = tl.minimum(split * span + span, length)
         if item != tl.program_id(0):
+            page_S = _find_pages(table, split * span, end, heads)
             key_SH, value_SH = _load_chunk(
-                key_pages, value_pages, table, split * span, stored_end, head, heads
+                key_pages, value_pages, page_S, split * span, end, head, heads
             )
         for start in range(split * span, end, chunk):
-            # the next ones are under way while these are looked at
-            next_key_SH, next_value_SH = _load_chunk(
-                key_pages, value_pages, table, start + chunk, stored_end, head, heads
-            )
+            next_page_S = _find_pages(table, start + chunk, end, heads)
             token_S = start + tl.arange(0, chunk)
-            # the newest is not read from its page, where somebody is writing it
-            newest_S1 = (token_S == length)[:, None]
-            wide_key_SH = tl.where(newest_S1, new_key_1H, key_SH.to(tl.float32))
-            wide_value_SH = tl.where(newest_S1, new_value_1H, value_SH.to(tl.float32))
-            score_S = tl.sum(query_1H * wide_key_SH, axis=1)
-            score_S = tl.where(token_S < end, score_S, float("-inf"))
+            low_SH, high_SH = _unpack(key_SH, key_pages, pack)
+            product_SH = query_low[None, :] * low_SH
+            if pack == 2:
+                product_SH += query_high[None, :] * high_SH
+            score_S = tl.where(token_S < end, tl.sum(product_SH, axis=1), float("-inf"))
             new_top_S = tl.maximum(top_S, score_S)
             weight_S = tl.exp(score_S - new_top_S)
             fade_S = tl.exp(top_S - new_top_S)
             sum_S = sum_S * fade_S + weight_S
-            out_SH = out_SH * fade_S[:, None] + weight_S[:, None] * wide_value_SH
+            low_SH, high_SH = _unpack(value_SH, value_pages, pack)
+            out_low_SH = out_low_SH * fade_S[:, None] + weight_S[:, None] * low_SH
+            if pack == 2:
+                out_high_SH = out_high_SH * fade_S[:, None] + weight_S[:, None] * high_SH
             top_S = new_top_S
-            key_SH, value_SH = next_key_SH, next_value_SH
+            # into the same registers, see `_sum_rows`
+            tl.debug_barrier()
+            key_SH, value_SH = _load_chunk(
+                key_pages, value_pages, next_page_S, start + chunk, end, head, heads
+            )
         top = tl.max(top_S, axis=0)
         share_S = tl.exp(top_S - top)
         total = tl.sum(sum_S * share_S, axis=0)
-        out_H = tl.sum(out_SH * share_S[:, None], axis=0)
+        out_H = tl.sum(out_low_SH * share_S[:, None], axis=0)
+        if pack == 2:
+            high_H = tl.sum(out_high_SH * share_S[:, None], axis=0)
+            out_H = tl.reshape(tl.join(out_H, high_H), (width,))
 
-        if (split == num_splits - 1) & (query % heads.group == 0):
-            place_1H = _find_slots(table, length, True, head, heads) * width + lane[None, :]
-            tl.store(key_pages + place_1H, new_key_1H.to(key_pages.dtype.element_ty))
-            tl.store(value_pages + place_1H, new_value_1H.to(value_pages.dtype.element_ty))
+        if last & (query % heads.group == 0):
+            page = tl.load(table + length // heads.page_size)
+            place_H = _find_slot(page, length, head, heads) * width + lane
+            tl.store(key_pages + place_H, new_key_H.to(key_pages.dtype.element_ty))
+            tl.store(value_pages + place_H, new_value_H.to(value_pages.dtype.element_ty))
 
         if num_splits == 1:
             tl.store(mixed + query * width + lane, out_H / total)
