@@ -15,6 +15,8 @@ import triton.language as tl
 ROUTER_EPS = tl.constexpr(1e-6)
 # neighbours in a row that one thread sums by itself: 16 bytes of bf16
 GROUP = tl.constexpr(8)
+# below the rank of everything
+LOWEST_RANK = tl.constexpr(-(2**63))
 # there programs come one after another, so nobody is to be waited for
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -284,14 +286,34 @@ def _gelu(x):
 
 @jit
 def project(tile, weight, x, stream, square, scale_D, norm, out, eps, cut: tl.constexpr):
-    """This program's rows of weight · norm(x): queries, keys and values, or logits."""
+    """This program's rows of weight · norm(x), and the rank of the largest, see `_rank`."""
+    step: tl.constexpr = cut.step
     first, end = share_rows(cut)
     vector = stream * scale_D.to(tl.float32)
     scale = tl.rsqrt(square + eps)
-    for row in range(first, end, cut.step):
+    best = tl.full((step,), LOWEST_RANK, dtype=tl.int64)
+    for row in range(first, end, step):
         total, tile, vector = _sum_rows(tile, vector, weight, row, end, x, None, norm, cut)
-        place = row + tl.arange(0, cut.step)
-        tl.store(out + place, total * scale, mask=place < end)
+        total *= scale
+        place = row + tl.arange(0, step)
+        tl.store(out + place, total, mask=place < end)
+        best = tl.maximum(best, tl.where(place < end, _rank(total, place), LOWEST_RANK))
+    return best
+
+
+@jit
+def _rank(value, index):
+    """A number that is larger for a larger value, and for an earlier one of two that are equal."""
+    bits = value.to(tl.int32, bitcast=True)
+    # floats are in the order of their bits, but negative ones the other way round
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@jit
+def find_ranked(rank):
+    """The index that a rank was made of."""
+    return 0x7FFFFFFF - (rank & 0x7FFFFFFF)
 
 
 @jit
