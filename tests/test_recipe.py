@@ -154,7 +154,6 @@ def recipes(draw: st.DrawFn) -> Recipe:
         values[budget] = draw(BUDGETS[budget])
     values["accumulate"] = draw(st.integers(1, 8))
     values["batch_size"] *= values["accumulate"]
-    assume(not (values["cuda_graph"] and values["optimizer"] == "muon"))
     assume(not (values["trainable"] == "lora" and values["optimizer"] == "muon"))
     assume(not (values["capacity_from"] and budget == "flops"))
     return Recipe(**values)
@@ -252,12 +251,6 @@ def test_two_budgets_are_refused() -> None:
         Recipe(tokens=3.0, flops=1e6)
     with pytest.raises(ValueError, match=r"take away tokens and flops$"):
         Recipe(steps=1, tokens=3.0, flops=1e6)
-
-
-def test_muon_cannot_be_recorded() -> None:
-    with pytest.raises(ValueError, match="cannot record Muon"):
-        Recipe(optimizer="muon", cuda_graph=True)
-    assert Recipe(optimizer="muon", cuda_graph=False).cuda_graph is False
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class Recipe:
     """Compile block by block and not the model as a whole: equal blocks are compiled once, so a
     short run starts much sooner; its steps are a little slower."""
     cuda_graph: bool | None = None
-    """Replay a whole step as one CUDA graph. Empty means: on one GPU with AdamW."""
+    """Replay a whole step as one CUDA graph. Empty means: on one GPU."""
     checkpoint_activations: bool = False
     """Compute activations a second time in the backward pass, to save memory."""
     shard_size: int | None = None
@@ -121,8 +121,7 @@ class Recipe:
         """Refuse what cannot be trained by so many processes, or GPUs as a plan calls them."""
         if self.optimizer == "muon" and size > 1:
             raise ValueError(
-                f"torch's Muon cannot update sharded matrices: use train.optimizer=adamw on "
-                f"several {noun}"
+                f"Muon cannot update sharded matrices: use train.optimizer=adamw on several {noun}"
             )
         if self.trainable == "lora" and size > 1:
             raise ValueError(
@@ -284,8 +283,6 @@ def _find_problems(recipe: Recipe) -> Iterator[str]:
             yield f"train.{name} = {value} must be {_say_bound(value, '0 or more')}"
     if not 0 <= recipe.seed < MOST_SEEDS:
         yield f"train.seed = {recipe.seed} must lie between 0 and {MOST_SEEDS - 1}"
-    if recipe.cuda_graph and recipe.optimizer == "muon":
-        yield "train.cuda_graph = true cannot record Muon: leave it out, or use adamw"
     if recipe.trainable == "lora" and recipe.optimizer == "muon":
         yield "train.trainable = lora is not for Muon, which wants whole matrices: use adamw"
     if recipe.capacity_from is not None and not 0 < recipe.capacity_from <= 1:

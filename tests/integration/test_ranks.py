@@ -312,8 +312,7 @@ def test_only_the_weights_of_blocks_are_bfloat16(pair: Pair) -> None:
 def test_muon_is_refused_on_every_rank(pair: Pair) -> None:
     for told in pair.told:
         assert told["muon"] == (
-            "torch's Muon cannot update sharded matrices: use train.optimizer=adamw on several "
-            "processes"
+            "Muon cannot update sharded matrices: use train.optimizer=adamw on several processes"
         )
 
 

@@ -412,7 +412,8 @@ def _turn(head, phase, norm, layer, eps, width: tl.constexpr):
 @jit
 def _split_context(num_tokens, heads: tl.constexpr):
     """Number of parts of the context, none of them empty, and the tokens of each."""
-    unit: tl.constexpr = 8 if heads.chunk > 8 else heads.chunk
+    # whole groups of eight, or of a chunk that has fewer
+    unit = 8 if heads.chunk > 8 else heads.chunk
     span = tl.cdiv(tl.cdiv(num_tokens, heads.max_splits), unit) * unit
     return tl.cdiv(num_tokens, span), span
 

@@ -13,6 +13,7 @@ from depthmix.nn import Transformer
 from depthmix.nn.router import Predictor, Router
 from depthmix.recipe import BASE_WIDTH, Recipe
 from depthmix.train.lora import list_adapters
+from depthmix.train.muon import Muon
 
 MUON_MOMENTUM = 0.95
 
@@ -67,14 +68,9 @@ def make_optimizers(
         groups["matrices"] = [p for p in groups.get("matrices", []) if p.ndim != 2]
         if not flat:
             raise ValueError("train.optimizer = muon has no matrix to train here: use adamw")
-        # an update of AdamW's size, so that one learning rate serves both
-        muon = torch.optim.Muon(
-            [{"params": flat, "scale": scale}],
-            weight_decay=recipe.weight_decay,
-            momentum=MUON_MOMENTUM,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        optimizers.append(muon)
+        # its updates have AdamW's size, so that one learning rate serves both
+        group = {"params": flat, "scale": scale}
+        optimizers.append(Muon([group], weight_decay=recipe.weight_decay, momentum=MUON_MOMENTUM))
     optimizers.append(
         torch.optim.AdamW(
             [

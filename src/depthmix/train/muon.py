@@ -1,0 +1,81 @@
+"""torch's Muon for steps that are recorded: matrices of one shape at once, rates as tensors.
+
+Knows nothing of models: which parameters are matrices, and their rates, others say.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+class Muon(torch.optim.Muon):
+    """The same updates, with AdamW's size, from a few large products instead of many small ones.
+
+    torch's own goes through the matrices one by one, and its rates are numbers, which a recorded
+    step would keep for good.
+    """
+
+    def __init__(self, params: Any, *, weight_decay: float, momentum: float) -> None:
+        sizes: Any = "match_rms_adamw"
+        super().__init__(params, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn=sizes)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore
+        """One step; parameters without a gradient stay."""
+        assert closure is None, "the loss is computed before"
+        for group in self.param_groups:
+            by_shape = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_shape[tuple(sorted(parameter.shape))].append(parameter)
+            for shape, parameters in by_shape.items():
+                self._update(parameters, max(shape), group)
+
+    def _update(self, parameters: list[Tensor], longest: int, group: dict[str, Any]) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        buffers = []
+        for parameter in parameters:
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            buffers.append(state["momentum_buffer"])
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        ahead = torch._foreach_lerp(gradients, buffers, group["momentum"])
+        wide = torch.stack([_lay_wide(matrix) for matrix in ahead])
+        update = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        # 0.2 is about the size of an update of AdamW's (arXiv:2502.16982)
+        update = update.to(wide.dtype) * (group["lr"] * 0.2 * math.sqrt(longest))
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        updates = [u.T if _is_tall(p) else u for p, u in zip(parameters, update, strict=True)]
+        torch._foreach_sub_(parameters, updates)
+
+
+def orthogonalize(
+    matrices: Float[Tensor, "n short long"],
+    coefficients: tuple[float, float, float],
+    num_steps: int,
+    eps: float,
+) -> Float[Tensor, "n short long"]:
+    """Matrices with the same singular vectors and singular values near 1, by Newton and Schulz."""
+    a, b, c = coefficients
+    # a CPU may not have products in bf16
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(num_steps):
+        gram = x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
+    return x
+
+
+def _is_tall(matrix: Tensor) -> bool:
+    return matrix.shape[0] > matrix.shape[1]
+
+
+def _lay_wide(matrix: Tensor) -> Tensor:
+    return matrix.T if _is_tall(matrix) else matrix
