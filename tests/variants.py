@@ -10,9 +10,11 @@ from torch import Tensor
 
 from depthmix.config import ModelConfig
 from depthmix.nn import Transformer
+from depthmix.nn.attention import Attention
 from depthmix.nn.experts import Experts
-from depthmix.nn.layers import RMSNorm
+from depthmix.nn.layers import MLP, RMSNorm
 from depthmix.nn.router import Predictor, Router
+from depthmix.nn.transformer import EMBEDDING_STD
 from depthmix.presets import load_preset
 
 BASE: dict[str, Any] = {
@@ -135,6 +137,17 @@ def make_model(
                 module.weight.uniform_(0.5, 1.5)
             elif isinstance(module, Experts):
                 module.w_in.mul_(2)
+    return enlarge_updates(model)
+
+
+@torch.no_grad()
+def enlarge_updates(model: Transformer) -> Transformer:
+    """What the blocks of a fresh model add is so small that a test may not miss it: fifty times."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.w_out.div_(EMBEDDING_STD)
+        elif isinstance(module, Attention | MLP):
+            module.w_out.weight.div_(EMBEDDING_STD)
     return model
 
 

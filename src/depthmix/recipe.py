@@ -13,7 +13,7 @@ from typing import Any, Literal
 from depthmix import fields
 from depthmix.config import ModelConfig
 
-BASE_WIDTH = 256
+BASE_WIDTH = 32
 
 # beyond this, not every reader of JSON and TOML tells two whole numbers apart
 MOST_SEEDS = 2**53
@@ -39,10 +39,11 @@ class Recipe:
     """Seed of the weights, of the order of documents, and of everything else that is random."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon for the blocks' matrices with adamw for all else."""
-    learning_rate: float = 4e-3
-    """Highest learning rate, for a model of width 256; see scale_by_width."""
+    learning_rate: float = 8e-3
+    """Highest learning rate, that of the embeddings; see scale_by_width."""
     scale_by_width: bool = True
-    """Give the blocks' matrices learning_rate · 256 / width, so that one setting fits all sizes."""
+    """Give the blocks' matrices learning_rate · 32 / width (Muon's · 256 / width), so that one
+    setting fits all sizes."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After warming up: cosine to the end, wsd (stable, then a linear decay), or constant."""
     warmup: float = 0.05

@@ -13,7 +13,7 @@ from depthmix.eval.perplexity import Stream, list_rules, measure_stream, pad_row
 from depthmix.eval.trace import cut_windows, trace_tokens
 from depthmix.nn import Transformer
 from depthmix.train.loss import IGNORE
-from variants import make_config
+from variants import enlarge_updates, make_config
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ END = 0
 
 def make_model(name: str) -> Transformer:
     torch.manual_seed(0)
-    model = Transformer(make_config(name, max_seq_len=16)).eval()
+    model = enlarge_updates(Transformer(make_config(name, max_seq_len=16))).eval()
     with torch.no_grad():
         # far from uniform, so that tokens matter
         model.norm.weight.mul_(20)

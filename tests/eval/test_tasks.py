@@ -10,7 +10,7 @@ import torch
 
 from depthmix.data.tokenizer import train_tokenizer
 from depthmix.nn import Transformer
-from variants import make_config
+from variants import enlarge_updates, make_config
 
 tasks = pytest.importorskip("depthmix.eval.tasks", exc_type=ImportError)
 
@@ -26,7 +26,7 @@ class Request(NamedTuple):
 
 def make_model(name: str = "mod", batch_size: int = 4, **options: Any) -> Any:
     torch.manual_seed(0)
-    model = Transformer(make_config(name, vocab_size=300, max_seq_len=32)).eval()
+    model = enlarge_updates(Transformer(make_config(name, vocab_size=300, max_seq_len=32))).eval()
     with torch.no_grad():
         model.norm.weight.mul_(20)
     options = {"selector": None if name == "dense" else "predictor", **options}

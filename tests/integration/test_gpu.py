@@ -18,7 +18,7 @@ from depthmix.train.loss import IGNORE, RoutingLoss
 from depthmix.train.meter import Meter
 from depthmix.train.parallel import World, compile_layers
 from depthmix.train.step import StepLoss, TrainStep, compute_loss
-from variants import VARIANTS, make_config, make_model
+from variants import VARIANTS, enlarge_updates, make_config, make_model
 
 pytestmark = pytest.mark.gpu
 
@@ -147,7 +147,7 @@ def test_compiled_attention_stays_inside_documents(name: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     # so long that the 150 tokens of a routed block are also enough to skip blocks
-    model = Transformer(make_config(name, max_seq_len=600, width=64)).cuda()
+    model = enlarge_updates(Transformer(make_config(name, max_seq_len=600, width=64))).cuda()
     tokens = torch.randint(0, model.config.vocab_size, (3, 601), device="cuda")
     documents = (torch.rand(3, 600, device="cuda") < 0.02).cumsum(1)
     documents[1, 560:] = -1
@@ -170,7 +170,7 @@ def test_compiled_attention_stays_inside_documents(name: str) -> None:
 def test_blocks_compiled_for_training_can_be_validated(name: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Transformer(make_config(name, max_seq_len=1024, width=64)).cuda()
+    model = enlarge_updates(Transformer(make_config(name, max_seq_len=1024, width=64))).cuda()
     tokens = torch.randint(0, model.config.vocab_size, (4, 1025), device="cuda")
     documents = (torch.rand(4, 1024, device="cuda") < 0.01).cumsum(1)
     inputs = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), documents)
@@ -222,7 +222,7 @@ COMPILED = [
 def test_compiled_equals_eager(name: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Transformer(make_config(name)).cuda()
+    model = enlarge_updates(Transformer(make_config(name))).cuda()
     tokens = torch.randint(0, model.config.vocab_size, (3, 33), device="cuda")
     compiled = torch.compile(compute_loss, fullgraph=True)
     losses, grads = [], []
@@ -250,7 +250,7 @@ def test_replayed_steps_equal_steps(name: str) -> None:
     for graph in (False, True):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = Transformer(make_config(name)).cuda()
+        model = enlarge_updates(Transformer(make_config(name))).cuda()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
         step = TrainStep(model, optimizer, precision=torch.bfloat16, compile=True, cuda_graph=graph)
         losses.append(
@@ -262,7 +262,7 @@ def test_replayed_steps_equal_steps(name: str) -> None:
 @pytest.mark.parametrize("graph", [False, True])
 def test_every_step_clips_its_own_gradient(graph: bool) -> None:
     torch.manual_seed(0)
-    model = Transformer(make_config("mod")).cuda()
+    model = enlarge_updates(Transformer(make_config("mod"))).cuda()
     # without a memory, the optimiser's mean of the gradients is the last one, as it was clipped
     options: dict[str, Any] = {"betas": (0.0, 0.9), "fused": True, "capturable": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)

@@ -183,7 +183,8 @@ def test_initial_scales() -> None:
     def std(name: str) -> float:
         return model.get_parameter(name).std().item()
 
-    out_scale = (2 * config.num_layers) ** -0.5
+    # what all branches add together is as large as what they add to
+    out_scale = EMBEDDING_STD * (2 * config.num_layers) ** -0.5
     assert std("embedding.weight") == pytest.approx(EMBEDDING_STD, rel=0.05)
     assert std("layers.0.attention.w_qk.weight") == pytest.approx(256**-0.5, rel=0.05)
     assert std("layers.0.attention.w_out.weight") == pytest.approx(out_scale / 16, rel=0.05)

@@ -21,7 +21,7 @@ from depthmix.train.launch import Plan, launch
 from depthmix.train.loss import IGNORE
 from depthmix.train.step import TrainStep, compute_loss
 from tiny_runs import FIELDS, write_data
-from variants import make_config
+from variants import enlarge_updates, make_config
 
 
 @pytest.mark.parametrize("chunk", [3, 100])
@@ -42,7 +42,7 @@ def test_divergence_equals_torchs(monkeypatch: pytest.MonkeyPatch, chunk: int) -
 
 def test_a_model_does_not_diverge_from_itself_and_the_parts_add_up() -> None:
     torch.manual_seed(0)
-    model, teacher = (Transformer(make_config(name)) for name in ("mod", "dense"))
+    model, teacher = (enlarge_updates(Transformer(make_config(name))) for name in ("mod", "dense"))
     tokens = torch.randint(64, (2, 17))
     batch = (tokens[:, :-1], tokens[:, 1:], None)
     alone = compute_loss(model, *batch)
@@ -61,7 +61,7 @@ def test_a_model_does_not_diverge_from_itself_and_the_parts_add_up() -> None:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_steps_approach_the_teacher_and_leave_it_alone(accumulate: int) -> None:
     torch.manual_seed(0)
-    model, teacher = (Transformer(make_config(name)) for name in ("mod", "dense"))
+    model, teacher = (enlarge_updates(Transformer(make_config(name))) for name in ("mod", "dense"))
     # one that is sure of what it says
     teacher.norm.weight.data.mul_(20)
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
@@ -85,7 +85,9 @@ def test_a_compiled_step_has_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> N
     losses = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        model, teacher = (Transformer(make_config(name)) for name in ("mod", "dense"))
+        model, teacher = (
+            enlarge_updates(Transformer(make_config(name))) for name in ("mod", "dense")
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = TrainStep(
             model, optimizer, compile=compiled, distillation=Distillation(teacher, 1.0)

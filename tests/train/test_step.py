@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from depthmix.nn import Transformer
 from depthmix.train.loss import IGNORE, language_model_loss, routing_loss
 from depthmix.train.step import TrainStep, _copy_state, _restore_state, compute_loss
-from variants import NAMES, gradients_of, make_config, make_model, make_tokens, pad_rows
+from variants import (
+    NAMES,
+    enlarge_updates,
+    gradients_of,
+    make_config,
+    make_model,
+    make_tokens,
+    pad_rows,
+)
 
 STRATEGIES = ["dense", "mod", "token_choice", "causal", "moe_token_choice", "mode_staged"]
 
@@ -67,7 +75,7 @@ def test_a_step_equals_the_same_step_by_hand(name: str) -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_training_lowers_the_loss(name: str) -> None:
     torch.manual_seed(0)
-    model = Transformer(make_config(name))
+    model = enlarge_updates(Transformer(make_config(name)))
     step = TrainStep(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
     tokens, targets = make_batch(model)
     losses = [step(tokens, targets).language_model.item() for _ in range(12)]

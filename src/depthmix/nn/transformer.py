@@ -95,14 +95,15 @@ class Transformer(nn.Module):
         if self.config.tied_head:
             # allocating a meta model gives each name a tensor of its own
             self.head.weight = self.embedding.weight
-        # the last matrix of each branch is smaller, so that the residual stream keeps its scale
-        out_scale = (2 * self.config.num_layers) ** -0.5
+        # all branches together begin with what they add as large as what they add to: the
+        # embeddings. Ten times as large, they drown the tokens in noise, and AdamW takes hundreds
+        # of steps to get out (docs/log.md)
+        out_scale = EMBEDDING_STD * (2 * self.config.num_layers) ** -0.5
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 std = module.in_features**-0.5
-                nn.init.normal_(
-                    module.weight, std=std * (out_scale if name.endswith("w_out") else 1)
-                )
+                is_last = name.endswith(("attention.w_out", "mlp.w_out"))
+                nn.init.normal_(module.weight, std=std * (out_scale if is_last else 1))
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, RMSNorm):

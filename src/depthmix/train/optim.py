@@ -16,6 +16,8 @@ from depthmix.train.lora import list_adapters
 from depthmix.train.muon import Muon
 
 MUON_MOMENTUM = 0.95
+# its updates are a fifth as large as AdamW's first ones, and no direction of them dominates
+MUON_SCALE = 8
 
 
 def group_parameters(model: Transformer) -> dict[str, list[nn.Parameter]]:
@@ -68,8 +70,7 @@ def make_optimizers(
         groups["matrices"] = [p for p in groups.get("matrices", []) if p.ndim != 2]
         if not flat:
             raise ValueError("train.optimizer = muon has no matrix to train here: use adamw")
-        # its updates have AdamW's size, so that one learning rate serves both
-        group = {"params": flat, "scale": scale}
+        group = {"params": flat, "scale": scale * (MUON_SCALE if recipe.scale_by_width else 1)}
         optimizers.append(Muon([group], weight_decay=recipe.weight_decay, momentum=MUON_MOMENTUM))
     optimizers.append(
         torch.optim.AdamW(
