@@ -96,7 +96,7 @@ def test_overrides_that_do_not_fit(
 
 @pytest.mark.parametrize(
     ("name", "num_smoke", "num_gpu"),
-    [("isoflop", 20, 54), ("capacity-frequency", 13, 39), ("controls", 6, 42), ("experts", 4, 20)],
+    [("isoflop", 20, 48), ("capacity-frequency", 13, 39), ("controls", 6, 18), ("experts", 4, 24)],
 )
 def test_plans_of_the_package(name: str, num_smoke: int, num_gpu: int) -> None:
     for scale, count, most in (("smoke", num_smoke, 2e13), ("gpu", num_gpu, 1e18)):
@@ -111,24 +111,24 @@ def test_plans_of_the_package(name: str, num_smoke: int, num_gpu: int) -> None:
 
 def test_isoflop_brackets_its_guesses() -> None:
     plan = load_plan("isoflop", "gpu")
-    assert plan.budgets == (1e15, 4e15, 1.6e16)
-    # the guesses come from measurements with so many ids
-    cells = group_cells(expand_plan(plan, vocab_size=16384))
+    assert max(plan.budgets) == 10 * min(plan.budgets)
+    # with so many ids the head is a small part of each model
+    cells = group_cells(expand_plan(plan, vocab_size=4096))
     assert len(cells) == 6
     for cell in cells:
         costs = [flops.flops_per_token(run.config.model) for run in cell]
         seeds = [run.config.train.seed for run in cell]
         guess = costs[seeds.index(2)]
         # it grows with the square root of the budget
-        expected = 30e6 * math.sqrt(cell[0].budget / 1e16)
+        expected = 25e6 * math.sqrt(cell[0].budget / 1e16)
         assert guess == pytest.approx(expected, rel=0.15)
         costs = sorted(set(costs))
-        # about geometric, and as far down as up
-        assert len(costs) == 7
-        assert costs.index(guess) == 3
-        assert all(1.15 < b / a < 1.8 for a, b in pairwise(costs))
-        assert 0.3 < costs[0] / expected < 0.45
-        assert 2.2 < costs[-1] / expected < 3
+        # about geometric, down and up
+        assert len(costs) == 6
+        assert costs.index(guess) in (2, 3)
+        assert all(1.15 < b / a < 1.85 for a, b in pairwise(costs))
+        assert 0.3 < costs[0] / expected < 0.6
+        assert 1.6 < costs[-1] / expected < 3.1
         assert min(run.num_steps for run in cell) >= 400
 
 
