@@ -165,14 +165,16 @@ class PagedLayer:
         self, row: int, length: int, key: Float[Tensor, "S G H"], value: Float[Tensor, "S G H"]
     ) -> None:
         cache, size = self.cache, self.cache.pages.page_size
-        for pool, new in ((cache.key, key), (cache.value, value)):
-            if new.shape[0] == 1:
-                page = cache.pages.tables[row][self.index][length // size]
+        pools = ((cache.key, key), (cache.value, value))
+        if key.shape[0] == 1:
+            page = cache.pages.tables[row][self.index][length // size]
+            for pool, new in pools:
                 pool[:, page, length % size] = new[0]
-                continue
-            slots = torch.arange(length, length + new.shape[0], device=new.device)
-            pages = cache.tables[self.index, row, slots // size].long()
-            pool[:, pages, slots % size] = new.transpose(0, 1).to(pool.dtype)
+            return
+        slots = torch.arange(length, length + key.shape[0], device=key.device)
+        pages, places = cache.tables[self.index, row, slots // size].long(), slots % size
+        for pool, new in pools:
+            pool[:, pages, places] = new.transpose(0, 1).to(pool.dtype)
 
     def _read(
         self, row: int, length: int, query: Float[Tensor, "1 T N H"], visible: Iterable[int]
