@@ -53,6 +53,23 @@ def test_a_run_is_read_in_full(tmp_path: Path) -> None:
     assert head.recall == ((0.5, pytest.approx(0.5)), (1.0, pytest.approx(0.7)))
 
 
+def test_batches_tell_where_there_is_one_validation(tmp_path: Path) -> None:
+    path = tmp_path / "one" / "metrics.jsonl"
+    write_run(path.parent, MOD, 3.5, causal=3.6)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    last = next(record for record in reversed(records) if record["kind"] == "val")
+    train = next(record for record in records if record["kind"] == "train")
+    batches = [
+        {**train, "step": 1 + n, "predictor_precision": n / 100, "predictor_recall": 0.5}
+        for n in range(100)
+    ]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in [*batches, last]))
+    (row,) = load_runs(tmp_path).rows
+    (head,) = row.heads
+    # each fifth of them
+    assert head.precision == tuple(((1 + n) / 100, n / 100) for n in range(0, 100, 5))
+
+
 def test_a_dense_run_has_one_loss(tmp_path: Path) -> None:
     write_run(tmp_path / "one", DENSE, 3.5)
     (row,) = load_runs(tmp_path).rows

@@ -19,6 +19,8 @@ from depthmix.rundir import RunDir
 from depthmix.runs import RunSummary, list_runs
 
 BUDGET_TOLERANCE = 0.02
+# of a curve that is made of batches
+NUM_POINTS = 20
 """Budgets so close, as a share, are one: a run spends whole steps."""
 
 # what makes a model larger and not another kind of model
@@ -271,6 +273,10 @@ def _read_heads(model: ModelConfig, folder: RunDir, num_steps: int) -> Iterable[
         "expert_router": experts.aux_loss_weight > 0,
     }
     records = folder.read_metrics("val")
+    if len(records) < 2:
+        # validated at its end alone: then some of its batches tell
+        train = folder.read_metrics("train")
+        records = train[:: max(1, len(train) // NUM_POINTS)]
     for name in (name for name, used in trained.items() if used):
         curves = [
             tuple(
