@@ -4,8 +4,9 @@
     python benchmarks/decode_kernel.py --barriers       # microseconds of a barrier
     python benchmarks/decode_kernel.py --paged          # the attention of a batch of 64 rows
 
-Needs a GPU. Times are medians of 200 replays of a CUDA graph that holds the kernel, 1,152 tokens into a sequence, with one and with two routed blocks taken. Most of
-the run is compiling: about five seconds a setting.
+Needs a GPU. Times are medians of 200 replays of a CUDA graph that holds the kernel, 1,152 tokens
+into a sequence, with one and with two routed blocks taken. Most of the run is compiling: about five
+seconds a setting.
 """
 
 import argparse
