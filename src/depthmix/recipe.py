@@ -42,7 +42,7 @@ class Recipe:
     learning_rate: float = 8e-3
     """Highest learning rate, that of the embeddings; see scale_by_width."""
     scale_by_width: bool = True
-    """Give the blocks' matrices learning_rate · 32 / width (Muon's · 256 / width), so that one
+    """Give the blocks' matrices learning_rate · 32 / width (Muon's: · √(256 / width)), so that one
     setting fits all sizes."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After warming up: cosine to the end, wsd (stable, then a linear decay), or constant."""

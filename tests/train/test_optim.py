@@ -178,7 +178,7 @@ def test_muon_takes_the_blocks_flat_matrices(name: str) -> None:
     expected = [p for p in group_parameters(model)["matrices"] if p.ndim == 2]
     (group,) = muon.param_groups
     assert [id(p) for p in group["params"]] == [id(p) for p in expected]
-    assert (group["weight_decay"], group["scale"]) == (0.3, 8.0)
+    assert (group["weight_decay"], group["scale"]) == (0.3, math.sqrt(8))
     for stack in [p for p in group_parameters(model)["matrices"] if p.ndim == 3]:
         rest = find_group([adamw], stack)
         assert (rest["weight_decay"], rest["scale"]) == (0.3, 1.0)

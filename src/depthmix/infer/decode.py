@@ -14,12 +14,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from depthmix.infer.cache import PagedCache
+from depthmix.infer.recording import record_graph
 from depthmix.kernels import attend_pages
 from depthmix.nn import Transformer
 from depthmix.nn.attention import Place
 from depthmix.nn.transformer import Hidden
-
-WARMUP_STEPS = 3
 
 
 class Outputs(NamedTuple):
@@ -164,19 +163,14 @@ class DecodeStep:
     def _record(self) -> None:
         """Capture the step; what runs before changes nothing that anybody reads."""
         inputs, lengths = self.inputs.clone(), self.cache.lengths.clone()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+
+        def restore() -> None:
+            # each time the same place, which the first real step writes again
+            self.inputs.copy_(inputs)
+            self.cache.lengths.copy_(lengths)
+
         with self._compiled():
-            with torch.cuda.stream(side):
-                for _ in range(WARMUP_STEPS):
-                    # each time the same place, which the first real step writes again
-                    self._step()
-                    self.inputs.copy_(inputs)
-                    self.cache.lengths.copy_(lengths)
-            torch.cuda.current_stream().wait_stream(side)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.outputs = self._step()
+            self.graph, self.outputs = record_graph(self._step, restore)
 
     @contextmanager
     def _compiled(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 Knows nothing of losses or data.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,8 +17,8 @@ from depthmix.train.lora import list_adapters
 from depthmix.train.muon import Muon
 
 MUON_MOMENTUM = 0.95
-# its updates are a fifth as large as AdamW's first ones, and no direction of them dominates
-MUON_SCALE = 8
+# the width at which its matrices have the learning rate itself
+MUON_WIDTH = 256
 
 
 def group_parameters(model: Transformer) -> dict[str, list[nn.Parameter]]:
@@ -70,7 +71,9 @@ def make_optimizers(
         groups["matrices"] = [p for p in groups.get("matrices", []) if p.ndim != 2]
         if not flat:
             raise ValueError("train.optimizer = muon has no matrix to train here: use adamw")
-        group = {"params": flat, "scale": scale * (MUON_SCALE if recipe.scale_by_width else 1)}
+        # all directions of its updates are of one size, so outputs change by √width, not by width
+        by_root = math.sqrt(MUON_WIDTH / model.config.width)
+        group = {"params": flat, "scale": by_root if recipe.scale_by_width else 1.0}
         optimizers.append(Muon([group], weight_decay=recipe.weight_decay, momentum=MUON_MOMENTUM))
     optimizers.append(
         torch.optim.AdamW(
