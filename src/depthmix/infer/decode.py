@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from depthmix.infer.cache import PagedCache
-from depthmix.infer.recording import record_graph
 from depthmix.kernels import attend_pages
+from depthmix.kernels.recording import record_graph
 from depthmix.nn import Transformer
 from depthmix.nn.attention import Place
 from depthmix.nn.transformer import Hidden

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from depthmix.infer.recording import record_graph
 from depthmix.infer.sampling import SamplingParams, pack_settings, sample, unpack_settings
+from depthmix.kernels.recording import record_graph
 
 
 class Drawer:

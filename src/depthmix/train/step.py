@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from depthmix.kernels.recording import record_graph
 from depthmix.nn import Transformer
 from depthmix.train.distill import Distillation
 from depthmix.train.loss import RoutingLoss, routing_loss, token_loss
-
-WARMUP_STEPS = 3
 
 
 class StepLoss(NamedTuple):
@@ -164,15 +163,7 @@ class TrainStep:
         # compiling and the optimiser's first step allocate; neither may happen inside a capture,
         # and neither may count as a step of the training
         saved = _copy_state(self.model, self.optimizers)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARMUP_STEPS):
-                self._step(*static)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = self._step(*static)
+        graph, result = record_graph(lambda: self._step(*static))
         _restore_state(self.optimizers, saved)
         return Recording(graph, static, result)
 
