@@ -35,7 +35,7 @@ class Outputs(NamedTuple):
 class SingleKernel(Protocol):
     """`kernels.decode.DecodeStep`, which needs Triton."""
 
-    told: Int[Tensor, " lines"]
+    taken: Int[Tensor, " R"]
 
     def __call__(
         self, token: Tensor, position: Tensor, table: Tensor, lengths: Tensor
@@ -200,4 +200,8 @@ class SingleStep(DecodeStep):
     def _step(self) -> Outputs:
         tables, lengths = self.cache.tables[:, self.row], self.cache.lengths[:, self.row]
         logits_V = self.kernel(self.tokens, self.positions, tables, lengths)
-        return Outputs(logits_V[None], self.kernel.told[:, None])
+        best = logits_V.argmax(dim=0, keepdim=True)
+        self.tokens.copy_(best)
+        self.positions.add_(1)
+        told = torch.cat([best, self.kernel.taken.long()])
+        return Outputs(logits_V[None], told[:, None])

@@ -19,14 +19,12 @@ from torch import Tensor
 
 from depthmix.kernels.plan import Rules, Tuning, Weights, check_plan, choose_tuning, make_plan
 from depthmix.kernels.stages import (
-    LOWEST_RANK,
     activate,
     add_update,
     apply_gate,
     arrive,
     attend,
     decide,
-    find_ranked,
     foresee,
     jit,
     load_context,
@@ -53,7 +51,7 @@ def _decode(
     lengths,
     lengths_stride,
     logits,
-    told,
+    taken,
     key_pages,
     value_pages,
     embedding,
@@ -84,7 +82,6 @@ def _decode(
     part_out,
     arrivals,
     counter,
-    best,
     eps,
     first_tokens,
     plan: tl.constexpr,
@@ -202,7 +199,7 @@ def _decode(
                     kept = decide(row, weight_P, bias, units, plan.predictor_block)
             alive = kept
             if program == 0:
-                tl.store(told + 1 + route, kept)
+                tl.store(taken + route, kept)
 
         if kept == 1:
             gate = 1.0
@@ -284,17 +281,11 @@ def _decode(
     if pending == 1:
         wait(counter, stage * plan.num_programs)
     stream, square = load_stream(x, None, head_cut)
-    ranks = project(head_tile, head, x, stream, square, scale_D, norm, logits, eps, head_cut)
-    tl.atomic_max(best, tl.max(ranks), sem="relaxed", scope="gpu")
-    # the last to come here leaves everything as the next launch needs it: all have passed every
-    # barrier, so nobody looks at it any more
+    project(head_tile, head, x, stream, square, scale_D, norm, logits, eps, head_cut)
+    # the last to come here leaves the counters as the next launch needs them: all have passed
+    # every barrier, so nobody looks at them any more
     tl.debug_barrier()
     if tl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == plan.num_programs - 1:
-        found = find_ranked(tl.load(best, cache_modifier=".cg"))
-        tl.store(told, found)
-        tl.store(token, found)
-        tl.store(position, at + 1)
-        tl.store(best, LOWEST_RANK)
         tl.store(counter, 0)
         tl.store(counter + 1, 0)
 
@@ -303,9 +294,9 @@ class DecodeStep:
     """Decodes one token of one sequence: one launch, no host work, made to be captured.
 
     Every argument of a call is read on the device, so a captured launch can be replayed after
-    the token, the position and the tables were changed in place. `logits` and `told` (the best
-    token, then 1 for each routed block that ran) are overwritten by each call. Two calls of one
-    step must not overlap, and a launch that was broken off leaves a step that cannot be used again.
+    the token, the position and the tables were changed in place. `logits` and `taken` (1 for each
+    routed block that ran) are overwritten by each call. Two calls of one step must not overlap,
+    and a launch that was broken off leaves a step that cannot be used again.
     """
 
     def __init__(
@@ -333,7 +324,7 @@ class DecodeStep:
         self.route_of_layer = torch.tensor(route_of_layer, device=device, dtype=torch.int32)
         num_routes = len(rules.routed_layers)
         self.logits = make(plan.head.num_rows)
-        self.told = torch.zeros(1 + num_routes, device=device, dtype=torch.int64)
+        self.taken = torch.zeros(num_routes, device=device, dtype=torch.int32)
         parts = (plan.heads.num_heads, plan.heads.max_splits)
         self._scratch = (
             make(plan.width),
@@ -347,7 +338,6 @@ class DecodeStep:
             make(*parts, plan.heads.width),
             torch.zeros(plan.heads.num_heads, device=device, dtype=torch.int32),
             torch.zeros(2, device=device, dtype=torch.int32),
-            torch.full((1,), LOWEST_RANK.value, device=device, dtype=torch.int64),
         )
 
     def __call__(
@@ -359,8 +349,6 @@ class DecodeStep:
     ) -> Float[Tensor, " V"]:
         """Logits of the next token; the keys and values of `token` are stored where it ran.
 
-        `token` becomes the best one, the first of several, and `position` the next one's: where
-        nobody says otherwise, a replay goes on from there.
         `table` names each block's pages in order, `lengths` how many tokens are stored in them
         and counts the new one; both int32, of any stride between blocks. A page for the new token
         must stand in the table already.
@@ -390,7 +378,7 @@ class DecodeStep:
             lengths,
             lengths.stride(0),
             self.logits,
-            self.told,
+            self.taken,
             self.key_pages,
             self.value_pages,
             weights.embedding,

@@ -94,7 +94,7 @@ class Tuning(NamedTuple):
     """Elements of a weight tile: at 4 warps and 16,384 of bf16, 64 registers of a thread."""
     min_columns: int = 2048
     """Columns of a tile, where rows are that long; fewer rows a program make it wider."""
-    chunk: int = 64
+    chunk: int = 32
     """Tokens that attention reads at a time."""
     max_splits: int = 16
     """Parts of the context that are attended to side by side."""
@@ -122,7 +122,7 @@ def choose_tuning(device: torch.device, width: int, num_heads: int) -> Tuning:
     num_programs = 2 * num_processors
     # no program has a second head to attend with while others have none
     splits = triton.next_power_of_2(max(1, num_programs // num_heads) + 1) // 2
-    return Tuning(num_programs, max_splits=min(splits, 64))
+    return Tuning(num_programs, chunk=32 if width >= 2048 else 16, max_splits=min(splits, 64))
 
 
 def make_plan(
@@ -149,7 +149,6 @@ def make_plan(
         max_splits=tuning.max_splits,
         num_programs=tuning.num_programs,
         group=group,
-        pack=2 if pages.dtype.itemsize == 2 else 1,
     )
     return Plan(
         num_layers=num_layers,

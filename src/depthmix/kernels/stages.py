@@ -15,8 +15,6 @@ import triton.language as tl
 ROUTER_EPS = tl.constexpr(1e-6)
 # neighbours in a row that one thread sums by itself: 16 bytes of bf16
 GROUP = tl.constexpr(8)
-# below the rank of everything
-LOWEST_RANK = tl.constexpr(-(2**63))
 # there programs come one after another, so nobody is to be waited for
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -58,8 +56,6 @@ class Heads(NamedTuple):
     num_programs: int
     group: int
     """Query heads of a key/value head."""
-    pack: int
-    """As `Cut.pack`, of the pages."""
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -179,41 +175,22 @@ def load_stream(x, x_more, cut: tl.constexpr):
 
 
 @jit
-def _unpack(packed, source, pack: tl.constexpr):
-    """Numbers of `source` as float32: the even and the odd ones, or where not packed all, twice."""
-    if pack == 1:
-        low = packed.to(tl.float32)
-        high = low
-    elif source.dtype.element_ty == tl.bfloat16:
-        # a bf16 is the upper half of a float32
-        low = (packed << 16).to(tl.float32, bitcast=True)
-        high = (packed & -65536).to(tl.float32, bitcast=True)
-    else:
-        low = packed.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        high = (packed >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return low, high
-
-
-@jit
-def _halve(vector, size: tl.constexpr, pack: tl.constexpr):
-    """A vector as `_unpack` gives what it is multiplied with."""
-    if pack == 1:
-        even, odd = vector, vector
-    else:
-        even, odd = tl.split(tl.reshape(vector, (size // 2, 2)))
-    return even, odd
-
-
-@jit
 def _sum_tile(tile, vector, weight, cut: tl.constexpr):
     """Products of a tile's rows with a vector."""
     rows: tl.constexpr = cut.rows
     groups: tl.constexpr = cut.columns // GROUP
-    low, high = _unpack(tile, weight, cut.pack)
-    even, odd = _halve(vector, cut.columns, cut.pack)
-    product = low * even[None, :]
     if cut.pack == 2:
-        product += high * odd[None, :]
+        even, odd = tl.split(tl.reshape(vector, (cut.columns // 2, 2)))
+        if weight.dtype.element_ty == tl.bfloat16:
+            # a bf16 is the upper half of a float32
+            low = (tile << 16).to(tl.float32, bitcast=True)
+            high = (tile & -65536).to(tl.float32, bitcast=True)
+        else:
+            low = tile.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            high = (tile >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        product = low * even[None, :] + high * odd[None, :]
+    else:
+        product = tile.to(tl.float32) * vector[None, :]
     # first inside each thread: a whole tile of products would fill its registers
     return tl.sum(tl.sum(tl.reshape(product, (rows, groups, GROUP // cut.pack)), axis=2), axis=1)
 
@@ -286,34 +263,14 @@ def _gelu(x):
 
 @jit
 def project(tile, weight, x, stream, square, scale_D, norm, out, eps, cut: tl.constexpr):
-    """This program's rows of weight · norm(x), and the rank of the largest, see `_rank`."""
-    step: tl.constexpr = cut.step
+    """This program's rows of weight · norm(x): queries, keys and values, or logits."""
     first, end = share_rows(cut)
     vector = stream * scale_D.to(tl.float32)
     scale = tl.rsqrt(square + eps)
-    best = tl.full((step,), LOWEST_RANK, dtype=tl.int64)
-    for row in range(first, end, step):
+    for row in range(first, end, cut.step):
         total, tile, vector = _sum_rows(tile, vector, weight, row, end, x, None, norm, cut)
-        total *= scale
-        place = row + tl.arange(0, step)
-        tl.store(out + place, total, mask=place < end)
-        best = tl.maximum(best, tl.where(place < end, _rank(total, place), LOWEST_RANK))
-    return best
-
-
-@jit
-def _rank(value, index):
-    """A number that is larger for a larger value, and for an earlier one of two that are equal."""
-    bits = value.to(tl.int32, bitcast=True)
-    # floats are in the order of their bits, but negative ones the other way round
-    bits ^= (bits >> 31) & 0x7FFFFFFF
-    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
-
-
-@jit
-def find_ranked(rank):
-    """The index that a rank was made of."""
-    return 0x7FFFFFFF - (rank & 0x7FFFFFFF)
+        place = row + tl.arange(0, cut.step)
+        tl.store(out + place, total * scale, mask=place < end)
 
 
 @jit
@@ -392,15 +349,15 @@ def add_update(tile, weight, hidden, update, gate, x, cut: tl.constexpr):
 
 @jit
 def _turn(head, phase, norm, layer, eps, width: tl.constexpr):
-    """The head that begins at this pointer: normalised where the model does, and rotated."""
+    """The heads that begin at these pointers: normalised where the model does, and rotated."""
     half: tl.constexpr = width // 2
-    lane = tl.arange(0, width)
+    lane = tl.arange(0, width)[None, :]
     # the other one of each pair (x_i, x_{i + H/2}), see `reference.rotate_heads`
     other = lane ^ half
     here = tl.load(head + lane, cache_modifier=".cg")
     there = tl.load(head + other, cache_modifier=".cg")
     if norm is not None:
-        scale = tl.rsqrt(tl.sum(here * here) / width + eps)
+        scale = tl.rsqrt(tl.sum(here * here, axis=1) / width + eps)[:, None]
         norm += layer * width
         here *= scale * tl.load(norm + lane).to(tl.float32)
         there *= scale * tl.load(norm + other).to(tl.float32)
@@ -412,51 +369,36 @@ def _turn(head, phase, norm, layer, eps, width: tl.constexpr):
 @jit
 def _split_context(num_tokens, heads: tl.constexpr):
     """Number of parts of the context, none of them empty, and the tokens of each."""
-    # whole groups of eight, or of a chunk that has fewer
-    unit = 8 if heads.chunk > 8 else heads.chunk
+    # whole quarters of a chunk
+    unit = (heads.chunk + 3) // 4
     span = tl.cdiv(tl.cdiv(num_tokens, heads.max_splits), unit) * unit
     return tl.cdiv(num_tokens, span), span
 
 
 @jit
-def _find_pages(table, start, end, heads: tl.constexpr):
-    """The pages of the chunk of tokens from `start` on, up to `end`."""
-    token_S = start + tl.arange(0, heads.chunk)
-    return tl.load(table + token_S // heads.page_size, mask=token_S < end, other=0)
+def _find_slots(table, token, wanted, head, heads: tl.constexpr):
+    """Where a head's keys and values of these tokens stand, counted in heads."""
+    page = tl.load(table + token // heads.page_size, mask=wanted, other=0).to(tl.int64)
+    return (page * heads.num_kv_heads + head) * heads.page_size + token % heads.page_size
 
 
 @jit
-def _find_slot(page, token, head, heads: tl.constexpr):
-    """Where a head's key and value of a token stand, counted in heads."""
-    first = (page.to(tl.int64) * heads.num_kv_heads + head) * heads.page_size
-    return first + token % heads.page_size
-
-
-@jit
-def _load_chunk(key_pages, value_pages, page_S, start, end, head, heads: tl.constexpr):
+def _load_chunk(key_pages, value_pages, table, start, end, head, heads: tl.constexpr):
     """A head's stored keys and values of the chunk of tokens from `start` on, up to `end`."""
     token_S = start + tl.arange(0, heads.chunk)
     stored_S = token_S < end
-    slot_S = _find_slot(page_S, token_S, head, heads)
-    size: tl.constexpr = heads.width // heads.pack
-    place_SH = slot_S[:, None] * size + tl.arange(0, size)[None, :]
-    if heads.pack == 2:
-        key_pages = key_pages.to(tl.pointer_type(tl.int32))
-        value_pages = value_pages.to(tl.pointer_type(tl.int32))
-    key_SH = tl.load(key_pages + place_SH, mask=stored_S[:, None], other=0)
-    return key_SH, tl.load(value_pages + place_SH, mask=stored_S[:, None], other=0)
+    slot_S = _find_slots(table, token_S, stored_S, head, heads)
+    place_SH = slot_S[:, None] * heads.width + tl.arange(0, heads.width)[None, :]
+    key_SH = tl.load(key_pages + place_SH, mask=stored_S[:, None], other=0.0)
+    return key_SH, tl.load(value_pages + place_SH, mask=stored_S[:, None], other=0.0)
 
 
 @jit
 def load_nothing(pages, heads: tl.constexpr):
     """What stands in for a chunk of keys or values before there is one."""
     chunk: tl.constexpr = heads.chunk
-    size: tl.constexpr = heads.width // heads.pack
-    if heads.pack == 2:
-        nothing = tl.zeros((chunk, size), dtype=tl.int32)
-    else:
-        nothing = tl.zeros((chunk, size), dtype=pages.dtype.element_ty)
-    return nothing
+    width: tl.constexpr = heads.width
+    return tl.zeros((chunk, width), dtype=pages.dtype.element_ty)
 
 
 @jit
@@ -467,8 +409,7 @@ def load_context(key_pages, value_pages, table, length, heads: tl.constexpr):
     head = tl.minimum(program // num_splits, heads.num_heads - 1) // heads.group
     start = program % num_splits * span
     end = tl.minimum(start + span, length)
-    page_S = _find_pages(table, start, end, heads)
-    return _load_chunk(key_pages, value_pages, page_S, start, end, head, heads)
+    return _load_chunk(key_pages, value_pages, table, start, end, head, heads)
 
 
 @jit
@@ -500,7 +441,6 @@ def attend(
     """
     chunk: tl.constexpr = heads.chunk
     width: tl.constexpr = heads.width
-    pack: tl.constexpr = heads.pack
     lane = tl.arange(0, width)
     num_tokens = length + 1
     num_splits, span = _split_context(num_tokens, heads)
@@ -508,64 +448,51 @@ def attend(
         query = item // num_splits
         head = query // heads.group
         split = item % num_splits
-        query_H = _turn(qkv + query * width, phase, norm_query, layer, eps, width) * width**-0.5
+        query_1H = _turn(qkv + query * width, phase, norm_query, layer, eps, width) * width**-0.5
         new_key = qkv + (heads.num_heads + head) * width
-        new_key_H = _turn(new_key, phase, norm_key, layer, eps, width)
+        new_key_1H = _turn(new_key, phase, norm_key, layer, eps, width)
         new_value = new_key + heads.num_kv_heads * width
-        new_value_H = tl.load(new_value + lane, cache_modifier=".cg")
-        query_low, query_high = _halve(query_H, width, pack)
-        new_low, new_high = _halve(new_value_H, width, pack)
+        new_value_1H = tl.load(new_value + lane, cache_modifier=".cg")[None, :]
 
-        # Each place in a chunk is a softmax of its own, so that threads meet only at the end. The
-        # first one begins with the newest token, whose page somebody is writing; the largest score
-        # of the others is below all others, but finite, or one without a token would be nan.
-        last = split == num_splits - 1
-        newest_S = (tl.arange(0, chunk) == 0) & last
-        top_S = tl.where(newest_S, tl.sum(query_H * new_key_H), -1e30)
-        sum_S = tl.where(newest_S, 1.0, 0.0)
-        out_low_SH = tl.where(newest_S[:, None], new_low[None, :], 0.0)
-        out_high_SH = tl.where(newest_S[:, None], new_high[None, :], 0.0)
-        end = tl.minimum(split * span + span, length)
+        # each place in a chunk is a softmax of its own, so that threads meet only at the end; its
+        # largest score begins below all others, but finite, or a place without a token would be nan
+        top_S = tl.full((chunk,), -1e30, dtype=tl.float32)
+        sum_S = tl.zeros((chunk,), dtype=tl.float32)
+        out_SH = tl.zeros((chunk, width), dtype=tl.float32)
+        end = tl.minimum(split * span + span, num_tokens)
+        stored_end = tl.minimum(end, length)
         if item != tl.program_id(0):
-            page_S = _find_pages(table, split * span, end, heads)
             key_SH, value_SH = _load_chunk(
-                key_pages, value_pages, page_S, split * span, end, head, heads
+                key_pages, value_pages, table, split * span, stored_end, head, heads
             )
         for start in range(split * span, end, chunk):
-            next_page_S = _find_pages(table, start + chunk, end, heads)
+            # the next ones are under way while these are looked at
+            next_key_SH, next_value_SH = _load_chunk(
+                key_pages, value_pages, table, start + chunk, stored_end, head, heads
+            )
             token_S = start + tl.arange(0, chunk)
-            low_SH, high_SH = _unpack(key_SH, key_pages, pack)
-            product_SH = query_low[None, :] * low_SH
-            if pack == 2:
-                product_SH += query_high[None, :] * high_SH
-            score_S = tl.where(token_S < end, tl.sum(product_SH, axis=1), float("-inf"))
+            # the newest is not read from its page, where somebody is writing it
+            newest_S1 = (token_S == length)[:, None]
+            wide_key_SH = tl.where(newest_S1, new_key_1H, key_SH.to(tl.float32))
+            wide_value_SH = tl.where(newest_S1, new_value_1H, value_SH.to(tl.float32))
+            score_S = tl.sum(query_1H * wide_key_SH, axis=1)
+            score_S = tl.where(token_S < end, score_S, float("-inf"))
             new_top_S = tl.maximum(top_S, score_S)
             weight_S = tl.exp(score_S - new_top_S)
             fade_S = tl.exp(top_S - new_top_S)
             sum_S = sum_S * fade_S + weight_S
-            low_SH, high_SH = _unpack(value_SH, value_pages, pack)
-            out_low_SH = out_low_SH * fade_S[:, None] + weight_S[:, None] * low_SH
-            if pack == 2:
-                out_high_SH = out_high_SH * fade_S[:, None] + weight_S[:, None] * high_SH
+            out_SH = out_SH * fade_S[:, None] + weight_S[:, None] * wide_value_SH
             top_S = new_top_S
-            # into the same registers, see `_sum_rows`
-            tl.debug_barrier()
-            key_SH, value_SH = _load_chunk(
-                key_pages, value_pages, next_page_S, start + chunk, end, head, heads
-            )
+            key_SH, value_SH = next_key_SH, next_value_SH
         top = tl.max(top_S, axis=0)
         share_S = tl.exp(top_S - top)
         total = tl.sum(sum_S * share_S, axis=0)
-        out_H = tl.sum(out_low_SH * share_S[:, None], axis=0)
-        if pack == 2:
-            high_H = tl.sum(out_high_SH * share_S[:, None], axis=0)
-            out_H = tl.reshape(tl.join(out_H, high_H), (width,))
+        out_H = tl.sum(out_SH * share_S[:, None], axis=0)
 
-        if last & (query % heads.group == 0):
-            page = tl.load(table + length // heads.page_size)
-            place_H = _find_slot(page, length, head, heads) * width + lane
-            tl.store(key_pages + place_H, new_key_H.to(key_pages.dtype.element_ty))
-            tl.store(value_pages + place_H, new_value_H.to(value_pages.dtype.element_ty))
+        if (split == num_splits - 1) & (query % heads.group == 0):
+            place_1H = _find_slots(table, length, True, head, heads) * width + lane[None, :]
+            tl.store(key_pages + place_1H, new_key_1H.to(key_pages.dtype.element_ty))
+            tl.store(value_pages + place_1H, new_value_1H.to(value_pages.dtype.element_ty))
 
         if num_splits == 1:
             tl.store(mixed + query * width + lane, out_H / total)
