@@ -72,14 +72,21 @@ def test_upcycle_then_heal(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
     told = capsys.readouterr().out
     assert f"starting from the weights of {run}" in told
     healed = RunDir.open(tmp_path / "healed")
-    assert healed.read_config()["model"]["routing"]["gate"] == "tanh1"
+    config = healed.read_config()
+    assert config["model"]["routing"]["gate"] == "tanh1"
+    # rates for weights that know something
+    assert config["train"]["learning_rate"] == 3e-4
+    assert config["train"]["scale_by_width"] is False
     assert healed.read_metrics("train")[-1]["capacity"] == 0.25
     # a folder of others too, routed by its fields
     place = ("--data", str(data), "--out", str(tmp_path / "direct"), "--device", "cpu")
     fields = ("routing.strategy=expert_choice", "max_seq_len=32", "train.batch_size=2")
+    fields = (*fields, "train.learning_rate=2e-3", "train.scale_by_width=true")
     command = ["train", "--from", str(dense), *place, *fields, *SMALL, "--steps", "2"]
     assert main(command) == 0
     assert "tensors of routers and predictors are new" in capsys.readouterr().out
+    config = RunDir.open(tmp_path / "direct").read_config()
+    assert (config["train"]["learning_rate"], config["train"]["scale_by_width"]) == (2e-3, True)
     assert main(["train", "--from", str(run), "--preset", "tiny"]) == 2
     assert "leave out --preset tiny" in capsys.readouterr().err
     assert main(["train", "--from", str(run), "--data", str(data), "width=64"]) == 2

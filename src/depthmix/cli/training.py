@@ -6,7 +6,7 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +18,9 @@ from depthmix.cli.arguments import (
     check_device,
     split_arguments,
 )
+
+# of weights that know something already: low, and embeddings no higher than matrices
+START_RATES: dict[str, Any] = {"train.learning_rate": 3e-4, "train.scale_by_width": False}
 
 
 @app.command(cls=PlainCommand)
@@ -176,7 +179,7 @@ def train(
     if start is not None:
         name = start.resolve().name
         source = open_model(start, max_seq_len=read_length(overrides))
-        config = RunConfig.from_overrides(source.config, {**overrides, **given})
+        config = RunConfig.from_overrides(source.config, {**START_RATES, **overrides, **given})
 
     label = Path(name).stem if name.endswith(".toml") else name
     plan = Plan(run=config, name=label, data=data, out=out, resume=resume, device=device)

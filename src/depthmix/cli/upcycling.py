@@ -62,5 +62,5 @@ def upcycle(
     print(f"  depthmix prepare TEXT --tokenizer {place} --out DATA")
     print(
         f"  depthmix train --from {place} --data DATA --steps 2000 train.capacity_from=1.0 "
-        f"train.learning_rate=3e-4 train.scale_by_width=false train.seq_len={length}"
+        f"train.seq_len={length}"
     )
