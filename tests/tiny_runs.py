@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 from depthmix.checkpoint import folder as disk
@@ -208,3 +209,17 @@ def count_growth(path: Path) -> Callable[[], int]:
 
 def _measure(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+def stop_at_step(patch: pytest.MonkeyPatch, step: int) -> None:
+    """Let a training in this process be asked to stop while it is at `step`."""
+    from depthmix.train.loop import Trainer
+
+    move = Trainer._move
+
+    def move_and_stop(self: Trainer, batch: Any) -> Any:
+        if self.num_done + 1 == step:
+            signal.raise_signal(signal.SIGTERM)
+        return move(self, batch)
+
+    patch.setattr(Trainer, "_move", move_and_stop)

@@ -1,7 +1,6 @@
 """A run trains adapters, is stopped and resumed, and is opened as any other."""
 
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from depthmix.train.launch import Plan, launch
 from depthmix.train.loop import Trainer
 from depthmix.train.lora import PART, list_adapters
 from depthmix.train.parallel import World
-from tiny_runs import FIELDS, read_result, write_data
+from tiny_runs import FIELDS, read_result, stop_at_step, write_data
 from variants import make_tokens
 
 LORA = {"train.trainable": "lora", "train.lora_rank": 4}
@@ -125,15 +124,8 @@ def test_readers_see_the_model_that_was_trained(dense: Path, whole: Path) -> Non
 def test_a_stop_changes_nothing(
     dense: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    move = Trainer._move
-
-    def move_and_stop(self: Trainer, batch: Any) -> Any:
-        if self.num_done + 1 == step:
-            signal.raise_signal(signal.SIGTERM)
-        return move(self, batch)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_move", move_and_stop)
+        stop_at_step(patch, step)
         outcome, _ = launch(plan_run(dense, tmp_path / "run"), QUIET)
     assert (outcome.state, outcome.step) == ("interrupted", step)
     launch(Plan(resume=tmp_path / "run", device="cpu"), QUIET)

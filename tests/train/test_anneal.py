@@ -1,6 +1,5 @@
 """A capacity falls in stages that depend on the step alone, and a stop does not change it."""
 
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,10 @@ from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 from depthmix.train.anneal import Annealer, list_stages
 from depthmix.train.launch import Plan, launch
-from depthmix.train.loop import Trainer
 from depthmix.train.meter import Meter
 from depthmix.train.parallel import World
 from depthmix.train.step import TrainStep
-from tiny_runs import FIELDS, read_result, write_data
+from tiny_runs import FIELDS, read_result, stop_at_step, write_data
 from variants import make_config
 
 FALLING = {"train.capacity_from": 1.0, "train.capacity_share": 0.6, "train.capacity_stages": 3}
@@ -167,15 +165,8 @@ def test_metrics_and_checkpoints_know_the_capacity(whole: Path) -> None:
 def test_a_stop_does_not_change_the_stages(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    move = Trainer._move
-
-    def move_and_stop(self: Trainer, batch: Any) -> Any:
-        if self.num_done + 1 == step:
-            signal.raise_signal(signal.SIGTERM)
-        return move(self, batch)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_move", move_and_stop)
+        stop_at_step(patch, step)
         plan = Plan(run=make_run(), data=whole.with_name("data"), out=tmp_path / "run")
         outcome, _ = launch(plan._replace(device="cpu"), Console(quiet=True))
     assert (outcome.state, outcome.step) == ("interrupted", step)

@@ -173,6 +173,7 @@ def make_plan(
 def check_plan(
     weights: Weights, rules: Rules, key_pages: Tensor, value_pages: Tensor, tuning: Tuning
 ) -> None:
+    """Refuse tensors and numbers that do not fit each other, with a sentence."""
     num_layers, width = weights.norm_attention.shape
     num_kv_heads, head_width = key_pages.shape[1], key_pages.shape[3]
     mlp_width = weights.w_mlp_out.shape[2]

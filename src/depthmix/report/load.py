@@ -19,9 +19,9 @@ from depthmix.rundir import RunDir
 from depthmix.runs import RunSummary, list_runs
 
 BUDGET_TOLERANCE = 0.02
-# of a curve that is made of batches
-NUM_POINTS = 20
 """Budgets so close, as a share, are one: a run spends whole steps."""
+NUM_POINTS = 20
+"""Points of a curve that is made of batches, about."""
 
 # what makes a model larger and not another kind of model
 SIZE_FIELDS = {

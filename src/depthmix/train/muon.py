@@ -21,8 +21,12 @@ class Muon(torch.optim.Muon):
     """
 
     def __init__(self, params: Any, *, weight_decay: float, momentum: float) -> None:
-        sizes: Any = "match_rms_adamw"
-        super().__init__(params, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn=sizes)
+        super().__init__(
+            params,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore
