@@ -17,9 +17,10 @@ from depthmix.infer.sampling import (
     Settings,
     draw_gumbel,
     keep_tokens,
-    make_settings,
+    pack_settings,
     sample,
     top_logprobs,
+    unpack_settings,
 )
 
 INF = math.inf
@@ -28,6 +29,12 @@ MASK = (1 << 64) - 1
 
 class OnEdgeError(Exception):
     """A probability so close to a filter's limit that it may round to either side."""
+
+
+def make_settings(
+    params: Sequence[SamplingParams], seeds: Sequence[int], steps: Sequence[int]
+) -> Settings:
+    return unpack_settings(*pack_settings(params, seeds, steps))
 
 
 def is_below(value: float, limit: float) -> bool:
@@ -96,7 +103,7 @@ class Case(NamedTuple):
         return [SamplingParams(**chosen) for chosen in self.choices]
 
     def settings(self) -> Settings:
-        return make_settings(self.params, self.seeds, self.steps, "cpu")
+        return make_settings(self.params, self.seeds, self.steps)
 
 
 FILTERS = {
@@ -179,7 +186,7 @@ def test_a_row_does_not_depend_on_the_others(case: Case, data: st.DataObject) ->
 
 def draw_many(row: Sequence[float], params: SamplingParams, count: int, seed: int = 0) -> Sampled:
     """`count` tokens after the same logits, with one seed."""
-    case = make_settings([params] * count, [seed] * count, range(count), "cpu")
+    case = make_settings([params] * count, [seed] * count, range(count))
     return sample(torch.tensor([row] * count), case, None)
 
 
@@ -244,7 +251,7 @@ def test_seeds_and_steps_give_other_tokens() -> None:
 def draw_one(
     row: Sequence[float], params: SamplingParams, seen: Sequence[bool] | None = None
 ) -> int:
-    case = make_settings([params], [3], [0], "cpu")
+    case = make_settings([params], [3], [0])
     mask = None if seen is None else torch.tensor([seen])
     return int(sample(torch.tensor([row]), case, mask).token)
 
@@ -286,7 +293,7 @@ def test_each_filter_sees_what_the_one_before_left() -> None:
 def test_filters_that_are_off_keep_the_most_improbable_token() -> None:
     rows = [SamplingParams(), SamplingParams(top_p=1 - 1e-9), SamplingParams(top_k=2**62)]
     scores = torch.tensor([[0.0, -10.0, -50.0, -1000.0, -INF]] * 3).double()
-    kept = keep_tokens(scores, make_settings(rows, [0] * 3, [0] * 3, "cpu"))
+    kept = keep_tokens(scores, make_settings(rows, [0] * 3, [0] * 3))
     assert kept.sum(dim=1).tolist() == [5, 2, 5]
 
 
@@ -294,7 +301,7 @@ def test_filters_that_are_off_keep_the_most_improbable_token() -> None:
 @pytest.mark.parametrize("filtered", [True, False])
 def test_small_temperatures_become_greedy(temperature: float, filtered: bool) -> None:
     logits = torch.randn(50, 20) * 10
-    warm = make_settings([SamplingParams(temperature=temperature)] * 50, range(50), [1] * 50, "cpu")
+    warm = make_settings([SamplingParams(temperature=temperature)] * 50, range(50), [1] * 50)
     drawn = sample(logits, warm, None, filtered=filtered)
     assert torch.equal(drawn.token, logits.argmax(dim=1))
     # equal tokens stay equally likely
@@ -311,7 +318,7 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() ->
     assert draw_one([-1.0, 2.0, 1.5], greedy, [True, True, True]) == 1
     assert draw_one([0.0, -1.0], replace(greedy, repetition_penalty=1e300), [True, False]) == 0
     # the penalty does not change what the model says
-    case = make_settings([greedy], [0], [0], "cpu")
+    case = make_settings([greedy], [0], [0])
     drawn = sample(torch.tensor([[3.0, 2.0]]), case, torch.tensor([[True, False]]))
     assert drawn.logprob.item() == pytest.approx(-math.log(1 + math.e), abs=1e-6)
 
@@ -319,7 +326,7 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() ->
 @pytest.mark.parametrize("filtered", [True, False])
 def test_impossible_tokens_are_never_drawn(filtered: bool) -> None:
     logits = torch.tensor([[-INF, 0.0, -INF, 1.0]]).repeat(500, 1)
-    case = make_settings([SamplingParams(temperature=100.0)] * 500, [0] * 500, range(500), "cpu")
+    case = make_settings([SamplingParams(temperature=100.0)] * 500, [0] * 500, range(500))
     assert set(sample(logits, case, None, filtered=filtered).token.tolist()) == {1, 3}
 
 
@@ -333,7 +340,7 @@ def test_broken_logits_give_a_token_and_leave_the_other_rows_alone(
         [[1.0, 2.0, 0.0], [nan, 2.0, nan], [nan] * 3, [-INF] * 3, [0.0, INF, 0.0]]
     )
     params = SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
-    case = make_settings([params] * 5, [0] * 5, [0] * 5, "cpu")
+    case = make_settings([params] * 5, [0] * 5, [0] * 5)
     drawn = sample(logits, case, logits > 1, filtered=filtered)
     assert drawn.token[1:].tolist() == [1, 0, 0, 1]
     alone = sample(logits[:1], Settings(*(t[:1] for t in case)), logits[:1] > 1, filtered=filtered)
@@ -344,10 +351,10 @@ def test_broken_logits_give_a_token_and_leave_the_other_rows_alone(
 
 @pytest.mark.parametrize("filtered", [True, False])
 def test_no_rows_and_one_token(filtered: bool) -> None:
-    none = sample(torch.zeros(0, 5), make_settings([], [], [], "cpu"), None, filtered=filtered)
+    none = sample(torch.zeros(0, 5), make_settings([], [], []), None, filtered=filtered)
     assert none.token.shape == none.logprob.shape == (0,)
     params = SamplingParams(top_k=3, top_p=0.5, min_p=1.0, repetition_penalty=2.0)
-    case = make_settings([params] * 2, [0, 1], [0, 0], "cpu")
+    case = make_settings([params] * 2, [0, 1], [0, 0])
     one = sample(torch.tensor([[3.0], [-5.0]]), case, torch.ones(2, 1).bool(), filtered=filtered)
     assert one.token.tolist() == [0, 0]
     assert one.logprob.tolist() == [0.0, 0.0]
@@ -356,7 +363,7 @@ def test_no_rows_and_one_token(filtered: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_logits_of_any_type_are_read_as_float32(dtype: torch.dtype) -> None:
     logits = torch.randn(8, 30).to(dtype)
-    case = make_settings([SamplingParams(top_p=0.9)] * 8, range(8), [0] * 8, "cpu")
+    case = make_settings([SamplingParams(top_p=0.9)] * 8, range(8), [0] * 8)
     drawn, expected = sample(logits, case, None), sample(logits.float(), case, None)
     assert drawn.logprob.dtype == torch.float32
     assert torch.equal(drawn.token, expected.token)
@@ -369,7 +376,7 @@ def test_sample_compiles_into_one_graph(filtered: bool) -> None:
     compiled = torch.compile(sample, fullgraph=True, backend="aot_eager")
     params = SamplingParams(top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
     rows = [params, replace(params, temperature=0.0), SamplingParams(), params]
-    case = make_settings(rows, range(4), [5] * 4, "cpu")
+    case = make_settings(rows, range(4), [5] * 4)
     logits, seen = torch.randn(4, 50), torch.rand(4, 50) < 0.3
     expected = sample(logits, case, seen, filtered=filtered)
     drawn = compiled(logits, case, seen, filtered=filtered)
@@ -403,13 +410,13 @@ def test_settings_keep_every_number() -> None:
     params = SamplingParams(
         temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, repetition_penalty=1.1, seed=1
     )
-    case = make_settings([params, SamplingParams(temperature=0)], [2**63 - 1, -4], [7, 8], "cpu")
+    case = make_settings([params, SamplingParams(temperature=0)], [2**63 - 1, -4], [7, 8])
     assert [tensor.tolist() for tensor in case] == [
         *([0.7, 0.0], [5, 0], [0.9, 1.0], [0.05, 0.0], [1.1, 1.0]),
         *([2**63 - 1, -4], [7, 8]),
     ]
     with pytest.raises(ValueError, match="2 params, 1 seeds and 2 steps"):
-        make_settings([params, params], [0], [0, 0], "cpu")
+        make_settings([params, params], [0], [0, 0])
 
 
 def test_params_are_a_value() -> None:

@@ -90,9 +90,8 @@ def test_a_single_step_equals_the_model(name: str, selector: str | None) -> None
     assert pages.reserve(0, 1)
     assert pages.reserve(row, num_tokens)
     cache.follow(pages.drain_changes())
-    kernel = single.make_single_step(
-        model, selector, cache.key.transpose(0, 1), cache.value.transpose(0, 1)
-    )
+    layout = (cache.key.transpose(0, 1), cache.value.transpose(0, 1))
+    kernel = single.make_single_step(config, single.stack_weights(model), selector, *layout)
     assert isinstance(kernel, SingleKernel)
     step = SingleStep(model, cache, kernel, row)
     tokens = [13]

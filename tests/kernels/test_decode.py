@@ -93,14 +93,15 @@ class Session:
         selector: str | None,
         tuning: Any = None,
         dtype: torch.dtype = torch.float32,
+        page_dtype: torch.dtype = torch.float32,
     ) -> None:
         config = model.config
         self.model, self.num_layers = model, config.num_layers
         max_pages = ROOM // PAGE
         shape = (self.num_layers * max_pages + 1, config.shape.num_kv_heads, PAGE)
         shape = (*shape, config.shape.head_width)
-        self.keys = torch.full(shape, torch.nan, device=DEVICE)
-        self.values = torch.full(shape, torch.nan, device=DEVICE)
+        self.keys = torch.full(shape, torch.nan, device=DEVICE, dtype=page_dtype)
+        self.values = torch.full_like(self.keys, torch.nan)
         # a row of a larger table, its pages in no order; a page that no block owns is left over
         order = torch.randperm(shape[0])[1:].view(self.num_layers, max_pages)
         tables = torch.full((self.num_layers, 3, max_pages), 10**6, dtype=torch.int32)
@@ -125,15 +126,18 @@ class Session:
         for tensor in (*self.step._scratch, self.step.logits):
             if tensor.is_floating_point():
                 tensor.fill_(torch.nan)
-        self.step.taken.fill_(-7)
+        self.step.told.fill_(-7)
 
     def decode(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Logits at each token, and which routed blocks ran."""
         logits, taken = [], []
         for position, token in enumerate(tokens):
-            at = torch.tensor(position, device=DEVICE)
-            logits.append(self.step(token, at, self.table, self.lengths[1]).clone())
-            taken.append(self.step.taken.clone())
+            at, given = torch.tensor(position, device=DEVICE), token.clone()
+            logits.append(self.step(given, at, self.table, self.lengths[1]).clone())
+            best, *ran = self.step.told.tolist()
+            assert (best, int(at)) == (int(given), position + 1)
+            assert best == int(logits[-1].argmax())
+            taken.append(torch.tensor(ran))
         return torch.stack(logits), torch.stack(taken)
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -289,12 +293,36 @@ def test_tiles_and_splits_that_divide_nothing(overrides: dict[str, Any]) -> None
         assert DEVICE == "cuda" or cut.num_rows > cut.step
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pages_of_16_bits(dtype: torch.dtype) -> None:
+    model = make(**DENSE).to(DEVICE).requires_grad_(False)
+    tokens = make_tokens(model.config, 7).to(DEVICE)
+    wide, narrow = Session(model, None), Session(model, None, page_dtype=dtype)
+    assert narrow.step.plan.heads.pack == 2
+    truth, ours = wide.decode(tokens)[0], narrow.decode(tokens)[0]
+    # keys and values are rounded, and nothing else
+    assert ((ours - truth).norm() / truth.norm()).item() < 4e-3
+    for whole, rounded in zip(wide.stored(0), narrow.stored(0), strict=True):
+        # the interpreter cuts off where a GPU rounds
+        torch.testing.assert_close(rounded.float(), whole, rtol=2**-7, atol=1e-6)
+
+
+def test_the_first_of_equal_logits_is_the_best() -> None:
+    session = Session(make(**DENSE).to(DEVICE), None)
+    session.step.weights.head.zero_()
+    token, at = (torch.tensor(n, device=DEVICE) for n in (5, 0))
+    session.step(token, at, session.table, session.lengths[1])
+    assert session.step.logits.abs().max() == 0
+    assert int(token) == int(session.step.told[0]) == 0
+
+
 def test_a_launch_leaves_its_counters_as_it_found_them() -> None:
     session = Session(make(**MOD).to(DEVICE), "predictor")
     session.decode(make_tokens(session.model.config, 2).to(DEVICE))
-    *_, arrivals, counter = session.step._scratch
+    *_, arrivals, counter, best = session.step._scratch
     assert arrivals.tolist() == [0] * arrivals.numel()
     assert counter.tolist() == [0, 0]
+    assert best.tolist() == [-(2**63)]
 
 
 @pytest.mark.parametrize(

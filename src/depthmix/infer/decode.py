@@ -7,6 +7,7 @@ is how it is tested. Knows nothing of requests or of sampling, beyond the best t
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -18,6 +19,8 @@ from depthmix.kernels import attend_pages
 from depthmix.kernels.recording import record_graph
 from depthmix.nn import Transformer
 from depthmix.nn.attention import Place
+from depthmix.nn.block import Update
+from depthmix.nn.routing import Routing
 from depthmix.nn.transformer import Hidden
 
 
@@ -35,11 +38,30 @@ class Outputs(NamedTuple):
 class SingleKernel(Protocol):
     """`kernels.decode.DecodeStep`, which needs Triton."""
 
-    taken: Int[Tensor, " R"]
+    told: Int[Tensor, " lines"]
 
     def __call__(
         self, token: Tensor, position: Tensor, table: Tensor, lengths: Tensor
     ) -> Float[Tensor, " V"]: ...
+
+
+@runtime_checkable
+class RoutedKernel(Protocol):
+    """`kernels.routed.RoutedRows`, which needs Triton."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        layer: int,
+        phase: Tensor,
+        position: Tensor,
+        cache_row: Tensor,
+        previous: Tensor | None,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+    ) -> Int[Tensor, " B"]: ...
 
 
 class StaticLayer:
@@ -90,8 +112,11 @@ class DecodeStep:
         batch: int,
         *,
         compile: bool = False,
+        routed: RoutedKernel | None = None,
     ) -> None:
+        """`compile` compiles the layers; `routed` takes the place of those that route."""
         self.model, self.selector, self.cache, self.batch = model, selector, cache, batch
+        self.routed = routed
         device = cache.tables.device
         self.inputs = torch.zeros((4, batch), device=device, dtype=torch.long)
         """Tokens, their positions, their rows in the cache, and a number for each that is real."""
@@ -132,6 +157,8 @@ class DecodeStep:
         return self.outputs
 
     def _step(self) -> Outputs:
+        if self.routed is not None:
+            self.homes = torch.where(self.present >= 0, self.rows, -1)
         hidden = self.model.compute_hidden(
             self.tokens[None],
             selector=self.selector,
@@ -172,14 +199,53 @@ class DecodeStep:
         with self._compiled():
             self.graph, self.outputs = record_graph(self._step, restore)
 
+    def _run_routed(
+        self,
+        index: int,
+        x: Float[Tensor, "1 B D"],
+        place: Place,
+        *,
+        selector: str | None = None,
+        previous: Routing | None = None,
+        cache: StaticLayer,
+    ) -> tuple[Float[Tensor, "1 B D"], Routing, Update]:
+        """What the layer would return, as far as anybody asks for it here."""
+        assert self.routed is not None
+        exits = self.model.config.routing.strategy == "early_exit" and previous is not None
+        slot_B = self.routed(
+            x[0],
+            index,
+            place.phase[0],
+            self.positions,
+            self.homes,
+            previous.slot[0] if exits else None,
+            cache.key,
+            cache.value,
+            cache.table,
+            cache.lengths,
+        )
+        none_K = x[:, :0, 0]
+        routing = Routing(
+            index=slot_B[None, :0],
+            weight=none_K,
+            valid=none_K.bool(),
+            logits=x[:, :, 0],
+            predictor_logits=None,
+            slot=slot_B[None],
+            target=None,
+            present=place.valid,
+        )
+        return x, routing, Update(x[:, :0], None)
+
     @contextmanager
     def _compiled(self) -> Iterator[None]:
         """Layers run compiled inside, one by one, so that equal ones share their code."""
-        if not self.compile:
-            yield
-            return
-        for layer in self.model.layers:
-            layer.compile(fullgraph=True, dynamic=False)
+        routed = self.model.config.routed_layers if self.routed is not None else ()
+        for index, layer in enumerate(self.model.layers):
+            if index in routed:
+                layer._compiled_call_impl = partial(self._run_routed, index)
+            elif self.compile:
+                layer.compile(fullgraph=True, dynamic=False)
         try:
             yield
         finally:
@@ -200,8 +266,4 @@ class SingleStep(DecodeStep):
     def _step(self) -> Outputs:
         tables, lengths = self.cache.tables[:, self.row], self.cache.lengths[:, self.row]
         logits_V = self.kernel(self.tokens, self.positions, tables, lengths)
-        best = logits_V.argmax(dim=0, keepdim=True)
-        self.tokens.copy_(best)
-        self.positions.add_(1)
-        told = torch.cat([best, self.kernel.taken.long()])
-        return Outputs(logits_V[None], told[:, None])
+        return Outputs(logits_V[None], self.kernel.told[:, None])

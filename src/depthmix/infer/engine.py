@@ -12,10 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthmix.infer.depth import DepthMeter
+from depthmix.infer.draw import Drawer
 from depthmix.infer.pages import Pages
 from depthmix.infer.results import Event, Finish, Result, Sample, Stats
 from depthmix.infer.runner import Done, Runner, Work
-from depthmix.infer.sampling import SamplingParams, make_settings, sample, top_logprobs
+from depthmix.infer.sampling import SamplingParams, top_logprobs
 from depthmix.infer.scheduler import Chunk, Scheduler
 from depthmix.infer.text import TextStream
 from depthmix.infer.track import Track
@@ -86,6 +87,7 @@ class Engine:
         )
         self._random = random.Random(seed)
         self._tracks: dict[int, Track] = {}
+        self._drawer = Drawer(config.vocab_size, device, record=self.runner.record)
         self._num_requests = self._num_keys = self._peak_pages = 0
 
     @property
@@ -233,26 +235,21 @@ class Engine:
             # nothing to draw, and nothing to tell but the token
             told = zip(asked, _find_best([done for _, done in asked]), strict=True)
             return [self._take(key, d, token, 0.0) for (key, d), token in told]
-        logits_BV = _stack_logits([done for _, done in asked])
-        seen_BV = None
-        if any(track.seen is not None for track in tracks):
-            nothing = torch.zeros_like(logits_BV[0], dtype=torch.bool)
-            seen_BV = torch.stack([nothing if t.seen is None else t.seen for t in tracks])
-        settings = make_settings(
-            [track.params for track in tracks],
-            [track.seed for track in tracks],
-            [track.num_new for track in tracks],
-            self.runner.device,
-        )
-        filtered = any(track.params.filters for track in tracks)
-        drawn = sample(logits_BV, settings, seen_BV, filtered=filtered)
+        logits = _list_logits([done for _, done in asked])
         most = max(track.params.logprobs or 0 for track in tracks)
         if most:
-            values_BK, ids_BK = top_logprobs(logits_BV, most)
+            values_BK, ids_BK = top_logprobs(torch.stack(logits), most)
             tops = list(zip(values_BK.tolist(), ids_BK.tolist(), strict=True))
             for track, (values, ids) in zip(tracks, tops, strict=True):
                 track.take_alternatives(ids, values)
-        told = zip(asked, drawn.token.tolist(), drawn.logprob.tolist(), strict=True)
+        drawn = self._drawer.draw(
+            logits,
+            [track.params for track in tracks],
+            [track.seed for track in tracks],
+            [track.num_new for track in tracks],
+            [track.seen for track in tracks],
+        )
+        told = zip(asked, *drawn, strict=True)
         return [self._take(key, d, token, logprob) for (key, d), token, logprob in told]
 
     def _take(self, key: int, done: Done, token: int, logprob: float) -> Event:
@@ -276,11 +273,13 @@ class Engine:
 def _find_best(done: Sequence[Done]) -> list[int]:
     """The most probable tokens; a recorded step found them itself."""
     known = [d.best for d in done if d.best is not None]
-    return known if len(known) == len(done) else _stack_logits(done).argmax(dim=1).tolist()
+    if len(known) == len(done):
+        return known
+    return torch.stack(_list_logits(done)).argmax(dim=1).tolist()
 
 
-def _stack_logits(done: Sequence[Done]) -> Float[Tensor, "B V"]:
-    return torch.stack([d.logits for d in done if d.logits is not None])
+def _list_logits(done: Sequence[Done]) -> list[Float[Tensor, " V"]]:
+    return [d.logits for d in done if d.logits is not None]
 
 
 def _wrap(seed: int) -> int:

@@ -8,7 +8,7 @@ go through a recorded step. Knows nothing of requests or of sampling.
 from collections.abc import Sequence
 from functools import cached_property
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -65,6 +65,7 @@ class Runner:
         self.steps: dict[tuple[int, int], DecodeStep] = {}
         """By batch size; of one row, by its number too."""
         self._single: SingleKernel | None = None
+        self._weights: Any = None
         # what the device's own input and lengths are, so that only news is sent
         self._waiting: tuple[tuple[int, int], list[int], list[int], list[int]] | None = None
 
@@ -139,14 +140,29 @@ class Runner:
         return self.device.type == "cuda" and HAS_TRITON and not find_obstacle(self.model.config)
 
     def _make_step(self, size: int, row: int | None) -> DecodeStep:
-        if row is None:
+        config = self.model.config
+        if not self.can_fuse or (row is None and not self.can_fuse_rows):
             return DecodeStep(self.model, self.cache, self.selector, size, compile=self.compile)
-        if self._single is None:
-            from depthmix.infer.single import make_single_step
+        from depthmix.infer import single
 
+        if self._weights is None:
+            # once: the model's own weights become views of these
+            self._weights = single.stack_weights(self.model)
+        if row is None:
+            routed = single.make_routed_rows(config, self._weights, self.selector, size)
+            options = {"compile": self.compile, "routed": routed}
+            return DecodeStep(self.model, self.cache, self.selector, size, **options)
+        if self._single is None:
             pages = (self.cache.key.transpose(0, 1), self.cache.value.transpose(0, 1))
-            self._single = make_single_step(self.model, self.selector, *pages)
+            self._single = single.make_single_step(config, self._weights, self.selector, *pages)
         return SingleStep(self.model, self.cache, self._single, row)
+
+    @cached_property
+    def can_fuse_rows(self) -> bool:
+        """Whether the routed blocks of several sequences can be kernels of their own."""
+        config = self.model.config
+        wide = config.shape.head_width >= 32
+        return bool(config.routed_layers) and self.selector != "all" and wide and not config.qk_norm
 
     def _tell(self, work: Work, place: int, logits: Tensor, told: list[list[int]]) -> Done:
         """What the device reported about one token."""

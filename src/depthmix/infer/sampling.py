@@ -101,13 +101,10 @@ class Sampled(NamedTuple):
     """Of the token, as the model itself has it: temperature 1, no penalty, no filter."""
 
 
-def make_settings(
-    params: Sequence[SamplingParams],
-    seeds: Sequence[int],
-    steps: Sequence[int],
-    device: torch.device | str,
-) -> Settings:
-    """One row for each of `params`, in two copies to the device."""
+def pack_settings(
+    params: Sequence[SamplingParams], seeds: Sequence[int], steps: Sequence[int]
+) -> tuple[Float[Tensor, "4 B"], Int[Tensor, "3 B"]]:
+    """One row for each of `params`, all in two tensors on the host."""
     if not len(params) == len(seeds) == len(steps):
         raise ValueError(
             f"there are {len(params)} params, {len(seeds)} seeds and {len(steps)} steps: give one "
@@ -120,10 +117,13 @@ def make_settings(
         [p.repetition_penalty for p in params],
     ]
     counts = [[p.top_k for p in params], list(seeds), list(steps)]
-    shares_4B = torch.tensor(shares, dtype=torch.float64, device=device)
-    counts_3B = torch.tensor(counts, dtype=torch.int64, device=device)
-    temperature_B, top_p_B, min_p_B, penalty_B = shares_4B.unbind()
-    top_k_B, seed_B, step_B = counts_3B.unbind()
+    return torch.tensor(shares, dtype=torch.float64), torch.tensor(counts, dtype=torch.int64)
+
+
+def unpack_settings(shares: Float[Tensor, "4 B"], counts: Int[Tensor, "3 B"]) -> Settings:
+    """Inverse of `pack_settings`, as views."""
+    temperature_B, top_p_B, min_p_B, penalty_B = shares.unbind()
+    top_k_B, seed_B, step_B = counts.unbind()
     return Settings(temperature_B, top_k_B, top_p_B, min_p_B, penalty_B, seed_B, step_B)
 
 

@@ -1,6 +1,6 @@
-"""One sequence's decoding step as a single kernel: the model's weights, laid out for it.
+"""Kernels that know a whole model: its weights and rules, laid out for them.
 
-Owns how weights are stacked. Knows nothing of the kernel's inside.
+Owns how weights are stacked. Knows nothing of the kernels' inside.
 """
 
 from collections.abc import Sequence
@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from depthmix.config import ModelConfig
 from depthmix.kernels.decode import DecodeStep
 from depthmix.kernels.plan import Rules, Weights
+from depthmix.kernels.routed import RoutedRows
 from depthmix.nn import MixtureOfDepths, Transformer
 from depthmix.nn.block import Block
 from depthmix.nn.layers import MLP
@@ -48,12 +50,10 @@ def stack_weights(model: Transformer) -> Weights:
     )
 
 
-def make_single_step(
-    model: Transformer, selector: str | None, key_pages: Tensor, value_pages: Tensor
-) -> DecodeStep:
-    """The kernel for this model; pages are (pages, heads, page, width)."""
-    config, routing = model.config, model.config.routing
-    rules = Rules(
+def make_rules(config: ModelConfig, selector: str | None) -> Rules:
+    """What the tensors do not say."""
+    routing = config.routing
+    return Rules(
         num_heads=config.num_heads,
         norm_eps=config.norm_eps,
         routed_layers=tuple(config.routed_layers),
@@ -63,7 +63,25 @@ def make_single_step(
         first_tokens=routing.first_tokens,
         early_exit=routing.strategy == "early_exit",
     )
-    return DecodeStep(stack_weights(model), rules, key_pages, value_pages)
+
+
+def make_single_step(
+    config: ModelConfig,
+    weights: Weights,
+    selector: str | None,
+    key_pages: Tensor,
+    value_pages: Tensor,
+) -> DecodeStep:
+    """The kernel for one sequence; pages are (pages, heads, page, width)."""
+    return DecodeStep(weights, make_rules(config, selector), key_pages, value_pages)
+
+
+def make_routed_rows(
+    config: ModelConfig, weights: Weights, selector: str | None, num_rows: int
+) -> RoutedRows:
+    """The kernels for the routed blocks of several sequences."""
+    capacity = sum(config.capacities) / len(config.capacities)
+    return RoutedRows(weights, make_rules(config, selector), num_rows, capacity)
 
 
 def _stack(matrices: Sequence[Sequence[nn.Linear]]) -> Tensor:

@@ -17,23 +17,24 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from depthmix.kernels.pages_stage import attend, find_context, load_context, load_nothing
 from depthmix.kernels.plan import Rules, Tuning, Weights, check_plan, choose_tuning, make_plan
 from depthmix.kernels.stages import (
+    LOWEST_RANK,
     activate,
     add_update,
     apply_gate,
     arrive,
-    attend,
     decide,
+    find_ranked,
     foresee,
     jit,
-    load_context,
     load_decider,
     load_first_tile,
     load_norm,
-    load_nothing,
     load_stream,
     load_tile,
+    load_unit,
     mix_heads,
     project,
     score_token,
@@ -51,7 +52,7 @@ def _decode(
     lengths,
     lengths_stride,
     logits,
-    taken,
+    told,
     key_pages,
     value_pages,
     embedding,
@@ -82,6 +83,7 @@ def _decode(
     part_out,
     arrivals,
     counter,
+    best,
     eps,
     first_tokens,
     plan: tl.constexpr,
@@ -122,170 +124,173 @@ def _decode(
     # numbers of the blocks to come are asked for a block ahead: addresses wait for them
     route = tl.load(route_of_layer)
     next_route = tl.load(route_of_layer + 1)
-    next_length = tl.load(lengths)
-    for layer in range(plan.num_layers):
+    length = tl.load(lengths)
+    next_length = tl.load(lengths + tl.minimum(1, plan.num_layers - 1) * lengths_stride)
+    layer = 0
+    # whether it is known that the block runs
+    settled = 0
+    # A block that is kept after it was asked takes a second turn, for its queries and keys: the
+    # same code does for both, because the loop has to fit into the cache of instructions.
+    while layer < plan.num_layers:
         layer_64 = tl.cast(layer, tl.int64)
-        # behind the last block stand routed ones: there is nothing to project ahead
-        route_after = tl.load(route_of_layer + layer + 2)
-        length = next_length
-        following = tl.minimum(layer_64 + 1, plan.num_layers - 1)
-        next_length = tl.load(lengths + following * lengths_stride)
-        pages = table + layer_64 * table_stride
         kept = 1
-        score = 0.0
-        # whose queries and keys come next, as far as that is known: a block that asks its router
-        # or its predictor is most often skipped
+        asks = 0
+        # whose queries and keys come next: a block that asks is most often skipped
         target = layer
         if plan.selector != "all":
-            target = tl.where(route >= 0, -1, layer)
-        if plan.selector == "predictor":
-            target = tl.where((route >= 0) & (next_route < 0), layer + 1, target)
+            if plan.early_exit:
+                kept = tl.where(route >= 0, alive, 1)
+            asks = ((route >= 0) & (settled == 0) & (kept == 1) & (forced == 0)).to(tl.int32)
+            ahead = -1
+            if plan.selector == "predictor":
+                # behind the last block stand routed ones: there is nothing to project ahead
+                ahead = tl.where(next_route < 0, layer + 1, -1)
+            target = tl.where(asks == 1, ahead, tl.where(kept == 1, layer, -1))
+        wanted = (target >= 0) & (target != ready)
+        target_64 = tl.cast(tl.maximum(target, 0), tl.int64)
         # weights wait for nobody: the first ones are under way while the others arrive
-        w_target = w_qkv + tl.cast(target, tl.int64) * qkv_size
-        wanted = (target != ready) & (target >= 0)
-        norm_row = norm_attention + tl.cast(target, tl.int64) * plan.width
+        w_target = w_qkv + target_64 * qkv_size
+        norm_row = norm_attention + target_64 * plan.width
         scale_D = load_norm(norm_row, wanted, qkv_cut)
         first, end = share_rows(qkv_cut)
         tile = load_tile(w_target, first, tl.where(wanted, end, 0), 0, qkv_cut)
+        held = tl.where(target == layer, length, next_length)
+        context = find_context(table + target_64 * table_stride, held, wanted, heads)
         if plan.selector == "predictor":
-            w_units = predictor_in + tl.maximum(route, 0) * units * plan.width
+            route_64 = tl.cast(tl.maximum(route, 0), tl.int64)
+            w_units = predictor_in + route_64 * units * plan.width
             first, end = share_rows(unit_cut)
-            unit_tile = load_tile(w_units, first, tl.where(route >= 0, end, 0), 0, unit_cut)
+            unit = load_unit(w_units, first, tl.where(asks == 1, end, 0), 0, unit_cut)
         if pending == 1:
             wait(counter, stage * plan.num_programs)
             pending = 0
 
-        if route >= 0:
-            if plan.early_exit:
-                kept = alive
-            if plan.selector == "router":
-                score = score_token(
-                    x, router + route * plan.width, plan.width, plan.block, plan.normalize
-                )
-                kept = kept & ((score > 0).to(tl.int32) | forced)
+        score = 0.0
+        if plan.selector == "router":  # noqa: SIM102
+            if asks == 1:
+                row = router + route * plan.width
+                score = score_token(x, row, plan.width, plan.block, plan.normalize)
+                kept = (score > 0).to(tl.int32)
+        meets = wanted
+        if plan.selector == "predictor":
+            meets = wanted | (asks == 1)
+        if meets:
+            stream, square = load_stream(x, None, qkv_cut)
             if plan.selector == "predictor":  # noqa: SIM102
-                if (kept == 1) & (forced == 0):
-                    # a row for each block: somebody may still be reading the last one's
-                    row = foreseen + route * units
-                    stream, square = load_stream(x, None, qkv_cut)
-                    foresee(unit_tile, w_units, x, stream, square, row, unit_cut)
-                    if target > layer:
-                        project(
-                            tile,
-                            w_target,
-                            x,
-                            stream,
-                            square,
-                            scale_D,
-                            norm_row,
-                            qkv,
-                            eps,
-                            qkv_cut,
-                        )
-                        ready = target
-                    stage += 1
-                    arrive(counter)
-                    out_row = predictor_out + route * units
-                    weight_P, bias = load_decider(
-                        out_row, predictor_bias + route, units, plan.predictor_block
-                    )
-                    if target > layer:
-                        # what is stored already waits for nobody either
-                        pages_next = pages + table_stride
-                        key, value = load_context(
-                            key_pages, value_pages, pages_next, next_length, heads
-                        )
-                    wait(counter, stage * plan.num_programs)
+                # a row for each block: somebody may still be reading the last one's
+                if asks == 1:
+                    row = foreseen + route_64 * units
+                    foresee(unit, w_units, x, stream, square, row, unit_cut)
+            if wanted:
+                project(tile, w_target, x, stream, square, scale_D, norm_row, qkv, eps, qkv_cut)
+                ready = target
+            stage += 1
+            arrive(counter)
+            if plan.selector == "predictor":
+                weight_P, bias = load_decider(
+                    predictor_out + route_64 * units,
+                    predictor_bias + route_64,
+                    units,
+                    plan.predictor_block,
+                )
+            if wanted:
+                # what is stored already waits for nobody either
+                key, value = load_context(key_pages, value_pages, context, heads)
+            wait(counter, stage * plan.num_programs)
+            if plan.selector == "predictor":  # noqa: SIM102
+                if asks == 1:
+                    row = foreseen + route_64 * units
                     kept = decide(row, weight_P, bias, units, plan.predictor_block)
-            alive = kept
-            if program == 0:
-                tl.store(taken + route, kept)
+        if (program == 0) & (route >= 0):
+            tl.store(told + 1 + route, kept)
 
-        if kept == 1:
-            gate = 1.0
-            if router is not None:  # noqa: SIM102
-                if route >= 0:
-                    if plan.selector != "router":
+        if (kept == 1) & (ready != layer):
+            settled = 1
+        else:
+            if kept == 1:
+                gate = 1.0
+                if router is not None:  # noqa: SIM102
+                    if route >= 0:
                         row = router + route * plan.width
                         score = score_token(x, row, plan.width, plan.block, plan.normalize)
-                    gate = apply_gate(score, gate_kind)
-            if ready != layer:
-                w_layer = w_qkv + layer_64 * qkv_size
-                norm_row = norm_attention + layer_64 * plan.width
-                if target != layer:
-                    tile = load_first_tile(w_layer, qkv_cut)
-                    scale_D = load_norm(norm_row, True, qkv_cut)
-                stream, square = load_stream(x, None, qkv_cut)
-                project(tile, w_layer, x, stream, square, scale_D, norm_row, qkv, eps, qkv_cut)
+                        gate = apply_gate(score, gate_kind)
+                attend(
+                    key,
+                    value,
+                    qkv,
+                    phase,
+                    norm_query,
+                    norm_key,
+                    layer,
+                    eps,
+                    key_pages,
+                    value_pages,
+                    table + layer_64 * table_stride,
+                    length,
+                    mixed,
+                    part_top,
+                    part_sum,
+                    part_out,
+                    arrivals,
+                    heads,
+                )
                 stage += 1
                 arrive(counter)
-                key, value = load_context(key_pages, value_pages, pages, length, heads)
+                w_out = w_attn_out + layer_64 * out_size
+                out_tile = load_first_tile(w_out, out_cut)
+                wait(counter, stage * plan.num_programs)
+                # everybody has read the length
+                if program == 0:
+                    tl.store(lengths + layer_64 * lengths_stride, length + 1)
+
+                mix_heads(out_tile, w_out, mixed, update, out_cut)
+                stage += 1
+                arrive(counter)
+                w_up = w_in + layer_64 * in_size
+                norm_row = norm_mlp + layer_64 * plan.width
+                scale_D = load_norm(norm_row, True, in_cut)
+                in_tile = load_first_tile(w_up, in_cut)
                 wait(counter, stage * plan.num_programs)
 
-            attend(
-                key,
-                value,
-                qkv,
-                phase,
-                norm_query,
-                norm_key,
-                layer,
-                eps,
-                key_pages,
-                value_pages,
-                pages,
-                length,
-                mixed,
-                part_top,
-                part_sum,
-                part_out,
-                arrivals,
-                heads,
-            )
-            stage += 1
-            arrive(counter)
-            w_out = w_attn_out + layer_64 * out_size
-            out_tile = load_first_tile(w_out, out_cut)
-            wait(counter, stage * plan.num_programs)
-            # everybody has read the length
-            if program == 0:
-                tl.store(lengths + layer_64 * lengths_stride, length + 1)
+                activate(in_tile, w_up, x, update, scale_D, norm_row, hidden, eps, in_cut)
+                stage += 1
+                arrive(counter)
+                w_down = w_mlp_out + layer_64 * down_size
+                down_tile = load_first_tile(w_down, down_cut)
+                wait(counter, stage * plan.num_programs)
 
-            mix_heads(out_tile, w_out, mixed, update, out_cut)
-            stage += 1
-            arrive(counter)
-            w_up = w_in + layer_64 * in_size
-            norm_row = norm_mlp + layer_64 * plan.width
-            scale_D = load_norm(norm_row, True, in_cut)
-            in_tile = load_first_tile(w_up, in_cut)
-            wait(counter, stage * plan.num_programs)
-
-            activate(in_tile, w_up, x, update, scale_D, norm_row, hidden, eps, in_cut)
-            stage += 1
-            arrive(counter)
-            w_down = w_mlp_out + layer_64 * down_size
-            down_tile = load_first_tile(w_down, down_cut)
-            wait(counter, stage * plan.num_programs)
-
-            add_update(down_tile, w_down, hidden, update, gate, x, down_cut)
-            stage += 1
-            arrive(counter)
-            pending = 1
-            ready = -1
-            # so that no register holds them until then
-            key, value = load_nothing(key_pages, heads), load_nothing(value_pages, heads)
-        route, next_route = next_route, route_after
+                add_update(down_tile, w_down, hidden, update, gate, x, down_cut)
+                stage += 1
+                arrive(counter)
+                pending = 1
+                ready = -1
+                # so that no register holds them until then
+                key, value = load_nothing(key_pages, heads), load_nothing(value_pages, heads)
+            if route >= 0:
+                alive = kept
+            settled = 0
+            layer += 1
+            route, length = next_route, next_length
+            next_route = tl.load(route_of_layer + layer + 1)
+            following = tl.minimum(layer + 1, plan.num_layers - 1)
+            next_length = tl.load(lengths + tl.cast(following, tl.int64) * lengths_stride)
 
     scale_D = load_norm(norm, True, head_cut)
     head_tile = load_first_tile(head, head_cut)
     if pending == 1:
         wait(counter, stage * plan.num_programs)
     stream, square = load_stream(x, None, head_cut)
-    project(head_tile, head, x, stream, square, scale_D, norm, logits, eps, head_cut)
-    # the last to come here leaves the counters as the next launch needs them: all have passed
-    # every barrier, so nobody looks at them any more
+    ranks = project(head_tile, head, x, stream, square, scale_D, norm, logits, eps, head_cut)
+    tl.atomic_max(best, tl.max(ranks), sem="relaxed", scope="gpu")
+    # the last to come here leaves everything as the next launch needs it: all have passed every
+    # barrier, so nobody looks at it any more
     tl.debug_barrier()
     if tl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == plan.num_programs - 1:
+        found = find_ranked(tl.load(best, cache_modifier=".cg"))
+        tl.store(told, found)
+        tl.store(token, found)
+        tl.store(position, at + 1)
+        tl.store(best, LOWEST_RANK)
         tl.store(counter, 0)
         tl.store(counter + 1, 0)
 
@@ -294,9 +299,9 @@ class DecodeStep:
     """Decodes one token of one sequence: one launch, no host work, made to be captured.
 
     Every argument of a call is read on the device, so a captured launch can be replayed after
-    the token, the position and the tables were changed in place. `logits` and `taken` (1 for each
-    routed block that ran) are overwritten by each call. Two calls of one step must not overlap,
-    and a launch that was broken off leaves a step that cannot be used again.
+    the token, the position and the tables were changed in place. `logits` and `told` (the best
+    token, then 1 for each routed block that ran) are overwritten by each call. Two calls of one
+    step must not overlap, and a launch that was broken off leaves a step that cannot be used again.
     """
 
     def __init__(
@@ -324,7 +329,7 @@ class DecodeStep:
         self.route_of_layer = torch.tensor(route_of_layer, device=device, dtype=torch.int32)
         num_routes = len(rules.routed_layers)
         self.logits = make(plan.head.num_rows)
-        self.taken = torch.zeros(num_routes, device=device, dtype=torch.int32)
+        self.told = torch.zeros(1 + num_routes, device=device, dtype=torch.int64)
         parts = (plan.heads.num_heads, plan.heads.max_splits)
         self._scratch = (
             make(plan.width),
@@ -338,6 +343,7 @@ class DecodeStep:
             make(*parts, plan.heads.width),
             torch.zeros(plan.heads.num_heads, device=device, dtype=torch.int32),
             torch.zeros(2, device=device, dtype=torch.int32),
+            torch.full((1,), LOWEST_RANK.value, device=device, dtype=torch.int64),
         )
 
     def __call__(
@@ -349,6 +355,8 @@ class DecodeStep:
     ) -> Float[Tensor, " V"]:
         """Logits of the next token; the keys and values of `token` are stored where it ran.
 
+        `token` becomes the best one, the first of several, and `position` the next one's: where
+        nobody says otherwise, a replay goes on from there.
         `table` names each block's pages in order, `lengths` how many tokens are stored in them
         and counts the new one; both int32, of any stride between blocks. A page for the new token
         must stand in the table already.
@@ -378,7 +386,7 @@ class DecodeStep:
             lengths,
             lengths.stride(0),
             self.logits,
-            self.taken,
+            self.told,
             self.key_pages,
             self.value_pages,
             weights.embedding,

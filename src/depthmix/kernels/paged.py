@@ -79,4 +79,4 @@ def _(query: Tensor, *rest: Tensor) -> Tensor:
 def _(*tensors: Tensor) -> Tensor:
     from depthmix.kernels import paged_triton
 
-    return paged_triton.attend_pages(*tensors)
+    return paged_triton.attend_pages(*tensors, busy=None)

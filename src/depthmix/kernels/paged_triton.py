@@ -273,8 +273,10 @@ def attend_pages(
     value_pages: Tensor,
     table: Tensor,
     lengths: Tensor,
+    *,
+    busy: int | None = None,
 ) -> Tensor:
-    """See `paged.attend_pages`."""
+    """See `paged.attend_pages`; `busy` is how many of the places have a query most of the time."""
     num_places, num_heads, head_width = query.shape
     num_keys, num_groups = key.shape[:2]
     heads_each = num_heads // num_groups
@@ -303,7 +305,8 @@ def attend_pages(
         block_heads=triton.next_power_of_2(num_groups),
         block_width=block_width,
     )
-    num_parts = min(MOST_PARTS, max(1, PROGRAMS // (num_places * num_groups)))
+    num_busy = num_places if busy is None else busy
+    num_parts = min(MOST_PARTS, max(1, PROGRAMS // (num_busy * num_groups)))
     parts = (num_places, num_heads, num_parts)
     mixed = torch.empty((*parts, block_width), device=query.device, dtype=torch.float32)
     largest, total = (torch.empty(parts, device=query.device) for _ in range(2))

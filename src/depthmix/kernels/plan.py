@@ -10,7 +10,8 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from depthmix.kernels.stages import Cut, Heads
+from depthmix.kernels.pages_stage import Heads
+from depthmix.kernels.stages import Cut
 
 GATES = ("raw", "sigmoid", "tanh1", "unit")
 SELECTORS = ("router", "predictor", "all")
@@ -105,11 +106,14 @@ def cut_matrix(
 ) -> Cut:
     """Tiles for a matrix: no more rows than a program has, and wide where those are few."""
     longest = max(16, triton.next_power_of_2(width))
+    # two at least: a tile is loaded by halves
     own = triton.next_power_of_2(-(-num_rows // tuning.num_programs)) * (2 if partner else 1)
+    own = max(2, own)
     columns = min(longest, max(16, tuning.min_columns, tuning.tile // own))
-    rows = min(own, max(2 if partner else 1, tuning.tile // columns))
-    step, padded = rows // 2 if partner else rows, -(-width // columns) * columns
+    both = min(own, max(2, tuning.tile // columns))
+    step, padded = both // 2 if partner else both, -(-width // columns) * columns
     pack = 2 if dtype.itemsize == 2 and width % 2 == 0 else 1
+    rows = both // 2
     return Cut(num_rows, width, rows, columns, partner, tuning.num_programs, step, padded, pack)
 
 
@@ -122,7 +126,7 @@ def choose_tuning(device: torch.device, width: int, num_heads: int) -> Tuning:
     num_programs = 2 * num_processors
     # no program has a second head to attend with while others have none
     splits = triton.next_power_of_2(max(1, num_programs // num_heads) + 1) // 2
-    return Tuning(num_programs, chunk=32 if width >= 2048 else 16, max_splits=min(splits, 64))
+    return Tuning(num_programs, max_splits=min(splits, 64))
 
 
 def make_plan(
@@ -149,6 +153,7 @@ def make_plan(
         max_splits=tuning.max_splits,
         num_programs=tuning.num_programs,
         group=group,
+        pack=2 if pages.dtype.itemsize == 2 else 1,
     )
     return Plan(
         num_layers=num_layers,

@@ -1,4 +1,4 @@
-"""The stages of `decode`: products that many programs share, and attention over pages.
+"""The stages of `decode`: products that many programs share, and the barrier between them.
 
 Each stage reads what others wrote before a barrier and writes what others read after the next one.
 Owns how work is cut up between the programs. Knows nothing of blocks and of their order.
@@ -15,6 +15,8 @@ import triton.language as tl
 ROUTER_EPS = tl.constexpr(1e-6)
 # neighbours in a row that one thread sums by itself: 16 bytes of bf16
 GROUP = tl.constexpr(8)
+# below the rank of everything
+LOWEST_RANK = tl.constexpr(-(2**63))
 # there programs come one after another, so nobody is to be waited for
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -27,7 +29,7 @@ class Cut(NamedTuple):
     width: int
     """Length of a row."""
     rows: int
-    """Rows of a tile, a power of two."""
+    """Rows of half a tile, a power of two."""
     columns: int
     """Columns of a tile, a power of two and at least 16."""
     partner: int
@@ -40,22 +42,6 @@ class Cut(NamedTuple):
     """Columns of all tiles of a row."""
     pack: int
     """Neighbours that are read as one int32: 2 of 16 bits, else 1."""
-
-
-class Heads(NamedTuple):
-    """The shape of attention and of its pages."""
-
-    num_heads: int
-    num_kv_heads: int
-    width: int
-    page_size: int
-    chunk: int
-    """Tokens that are attended to at a time, a power of two."""
-    max_splits: int
-    """Parts of the context that may be attended to side by side, a power of two."""
-    num_programs: int
-    group: int
-    """Query heads of a key/value head."""
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -105,21 +91,37 @@ def wait(counter, target):
 def share_rows(cut: tl.constexpr):
     """First and end of this program's rows: contiguous, and as many as the others have."""
     program = tl.program_id(0)
+    if not INTERPRETED:
+        # made anew each time: else what follows from it is computed for all stages before the
+        # first one, and there are not registers enough to hold it
+        program = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [program], dtype=tl.int32, is_pure=False, pack=1
+        )
     first = program * cut.num_rows // cut.num_programs
     return first, (program + 1) * cut.num_rows // cut.num_programs
 
 
 @jit
 def load_tile(weight, row, end, column, cut: tl.constexpr):
-    """Rows from `row` on that come before `end`; where they have partners, half as many of each.
+    """Rows from `row` on that come before `end`, in two halves; of partners, a half of each.
 
     Numbers of 16 bits come packed: alone, they would be sorted anew into registers at the end of
     each turn of a loop, and that waits for what should be under way.
     """
+    upper = _load_half(weight, row, end, column, 0, cut)
+    return upper, _load_half(weight, row, end, column, 1, cut)
+
+
+@jit
+def _load_half(weight, row, end, column, half: tl.constexpr, cut: tl.constexpr):
     place = tl.arange(0, cut.rows)
     lane = column // cut.pack + tl.arange(0, cut.columns // cut.pack)
-    inside = row + place % cut.step < end
-    place = place % cut.step + place // cut.step * cut.partner
+    if cut.partner > 0:
+        inside = row + place < end
+        place += half * cut.partner
+    else:
+        place += half * cut.rows
+        inside = row + place < end
     mask = inside[:, None]
     if cut.padded != cut.width:
         mask = mask & (lane < cut.width // cut.pack)[None, :]
@@ -175,52 +177,78 @@ def load_stream(x, x_more, cut: tl.constexpr):
 
 
 @jit
-def _sum_tile(tile, vector, weight, cut: tl.constexpr):
-    """Products of a tile's rows with a vector."""
+def unpack(packed, source, pack: tl.constexpr):
+    """Numbers of `source` as float32: the even and the odd ones, or where not packed all, twice."""
+    if pack == 1:
+        low = packed.to(tl.float32)
+        high = low
+    elif source.dtype.element_ty == tl.bfloat16:
+        # a bf16 is the upper half of a float32
+        low = (packed << 16).to(tl.float32, bitcast=True)
+        high = (packed & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = packed.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (packed >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@jit
+def halve(vector, size: tl.constexpr, pack: tl.constexpr):
+    """A vector as `unpack` gives what it is multiplied with."""
+    if pack == 1:
+        even, odd = vector, vector
+    else:
+        even, odd = tl.split(tl.reshape(vector, (size // 2, 2)))
+    return even, odd
+
+
+@jit
+def _sum_inside(half, vector, weight, cut: tl.constexpr):
+    """Products of half a tile with a vector, summed as far as a thread can by itself."""
     rows: tl.constexpr = cut.rows
     groups: tl.constexpr = cut.columns // GROUP
+    low, high = unpack(half, weight, cut.pack)
+    even, odd = halve(vector, cut.columns, cut.pack)
+    product = low * even[None, :]
     if cut.pack == 2:
-        even, odd = tl.split(tl.reshape(vector, (cut.columns // 2, 2)))
-        if weight.dtype.element_ty == tl.bfloat16:
-            # a bf16 is the upper half of a float32
-            low = (tile << 16).to(tl.float32, bitcast=True)
-            high = (tile & -65536).to(tl.float32, bitcast=True)
-        else:
-            low = tile.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            high = (tile >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        product = low * even[None, :] + high * odd[None, :]
-    else:
-        product = tile.to(tl.float32) * vector[None, :]
-    # first inside each thread: a whole tile of products would fill its registers
-    return tl.sum(tl.sum(tl.reshape(product, (rows, groups, GROUP // cut.pack)), axis=2), axis=1)
+        product += high * odd[None, :]
+    return tl.sum(tl.reshape(product, (rows, groups, GROUP // cut.pack)), axis=2)
 
 
 @jit
 def _sum_rows(tile, vector, weight, row, end, x, x_more, norm, cut: tl.constexpr):
     """Products of a tile's rows with (x + x_more) · norm; the next tile and its vector.
 
-    `tile` and `vector` are the first ones of these rows. The next tile is asked for into the
-    registers of the last, as soon as that is summed: any other register would have to be copied,
-    and a copy waits. Meanwhile the processor's other program sums. The last tile that is asked for
-    belongs to the rows that come next.
+    `tile` and `vector` are the first ones of these rows. Each half of the next tile is asked for
+    into the registers of the last one's, as soon as that is summed: any other register would have
+    to be copied, and a copy waits. So one half is under way while the other is summed. The last
+    tile that is asked for belongs to the rows that come next.
     """
     rows: tl.constexpr = cut.rows
     columns: tl.constexpr = cut.columns
-    total = tl.zeros((rows,), dtype=tl.float32)
+    upper = tl.zeros((rows,), dtype=tl.float32)
+    lower = tl.zeros((rows,), dtype=tl.float32)
     num_blocks: tl.constexpr = cut.padded // columns
     for block in range(num_blocks):
-        total += _sum_tile(tile, vector, weight, cut)
-        # no load moves up across this, and no sum across threads down
-        tl.debug_barrier()
         next_row = row + (block + 1) // num_blocks * cut.step
         # visibly a multiple, or the mask is taken for one of any shape and nothing is vectorised
         next_column = (block + 1) % num_blocks * columns
-        tile = load_tile(weight, next_row, end, next_column, cut)
+        part_upper = _sum_inside(tile[0], vector, weight, cut)
+        # no load moves up across this
+        tl.debug_barrier()
+        next_upper = _load_half(weight, next_row, end, next_column, 0, cut)
+        part_lower = _sum_inside(tile[1], vector, weight, cut)
+        tl.debug_barrier()
+        tile = (next_upper, _load_half(weight, next_row, end, next_column, 1, cut))
         if num_blocks > 1:
             vector = _load_vector(x, x_more, next_column, cut)
             if norm is not None:
                 lane = next_column + tl.arange(0, columns)
                 vector *= tl.load(norm + lane, mask=lane < cut.width, other=0.0).to(tl.float32)
+        # threads meet while both halves are under way
+        upper += tl.sum(part_upper, axis=1)
+        lower += tl.sum(part_lower, axis=1)
+    total = tl.reshape(tl.permute(tl.join(upper, lower), (1, 0)), (2 * rows,))
     return total, tile, vector
 
 
@@ -257,33 +285,79 @@ def apply_gate(score, gate: tl.constexpr):
 
 
 @jit
-def _gelu(x):
+def gelu(x):
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @jit
 def project(tile, weight, x, stream, square, scale_D, norm, out, eps, cut: tl.constexpr):
-    """This program's rows of weight · norm(x): queries, keys and values, or logits."""
+    """This program's rows of weight · norm(x), and the rank of the largest, see `_rank`."""
+    step: tl.constexpr = cut.step
     first, end = share_rows(cut)
     vector = stream * scale_D.to(tl.float32)
     scale = tl.rsqrt(square + eps)
-    for row in range(first, end, cut.step):
+    best = tl.full((step,), LOWEST_RANK, dtype=tl.int64)
+    for row in range(first, end, step):
         total, tile, vector = _sum_rows(tile, vector, weight, row, end, x, None, norm, cut)
-        place = row + tl.arange(0, cut.step)
-        tl.store(out + place, total * scale, mask=place < end)
+        total *= scale
+        place = row + tl.arange(0, step)
+        tl.store(out + place, total, mask=place < end)
+        best = tl.maximum(best, tl.where(place < end, _rank(total, place), LOWEST_RANK))
+    return best
 
 
 @jit
-def foresee(tile, weight, x, stream, square, out, cut: tl.constexpr):
-    """This program's hidden units of the predictor: gelu(weight · x / rms(x))."""
+def _rank(value, index):
+    """A number that is larger for a larger value, and for an earlier one of two that are equal."""
+    bits = value.to(tl.int32, bitcast=True)
+    # floats are in the order of their bits, but negative ones the other way round
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@jit
+def find_ranked(rank):
+    """The index that a rank was made of."""
+    return 0x7FFFFFFF - (rank & 0x7FFFFFFF)
+
+
+@jit
+def load_unit(weight, row, end, column, cut: tl.constexpr):
+    """A tile's columns of one row, where that comes before `end`; packed, see `load_tile`."""
+    lane = column // cut.pack + tl.arange(0, cut.columns // cut.pack)
+    weight += tl.cast(row, tl.int64) * cut.width
+    if cut.pack == 2:
+        weight = weight.to(tl.pointer_type(tl.int32))
+    size = tl.where(row < end, cut.width // cut.pack, 0)
+    return tl.load(weight + lane, mask=lane < size, other=0)
+
+
+@jit
+def _sum_unit(unit, vector, weight, cut: tl.constexpr):
+    low, high = unpack(unit, weight, cut.pack)
+    even, odd = halve(vector, cut.columns, cut.pack)
+    product = low * even
+    if cut.pack == 2:
+        product += high * odd
+    return tl.sum(product)
+
+
+@jit
+def foresee(unit, weight, x, stream, square, out, cut: tl.constexpr):
+    """This program's hidden units of the predictor: gelu(weight · x / rms(x)).
+
+    They are few, most programs have one or none: `unit` is the first one's row.
+    """
+    columns: tl.constexpr = cut.columns
     first, end = share_rows(cut)
-    vector = stream
     scale = tl.rsqrt(square + ROUTER_EPS)
-    for row in range(first, end, cut.step):
-        total, tile, vector = _sum_rows(tile, vector, weight, row, end, x, None, None, cut)
-        total = _gelu(total * scale)
-        place = row + tl.arange(0, cut.step)
-        tl.store(out + place, total, mask=place < end)
+    for row in range(first, end):
+        total = _sum_unit(unit, stream, weight, cut)
+        for column in range(columns, cut.padded, columns):
+            vector = _load_vector(x, None, column, cut)
+            total += _sum_unit(load_unit(weight, row, end, column, cut), vector, weight, cut)
+        tl.store(out + row, gelu(total * scale))
+        unit = load_unit(weight, row + 1, end, 0, cut)
 
 
 @jit
@@ -328,7 +402,7 @@ def activate(tile, weight, x, update, scale_D, norm, hidden, eps, cut: tl.conste
             gate, up = tl.split(tl.permute(tl.reshape(total, (2, step)), (1, 0)))
             active = gate * tl.sigmoid(gate) * up
         else:
-            active = _gelu(total)
+            active = gelu(total)
         place = row + tl.arange(0, cut.step)
         tl.store(hidden + place, active, mask=place < end)
 
@@ -345,181 +419,3 @@ def add_update(tile, weight, hidden, update, gate, x, cut: tl.constexpr):
         total += tl.load(update + place, mask=inside, other=0.0, cache_modifier=".cg")
         old = tl.load(x + place, mask=inside, other=0.0, cache_modifier=".cg")
         tl.store(x + place, old + gate * total, mask=inside)
-
-
-@jit
-def _turn(head, phase, norm, layer, eps, width: tl.constexpr):
-    """The heads that begin at these pointers: normalised where the model does, and rotated."""
-    half: tl.constexpr = width // 2
-    lane = tl.arange(0, width)[None, :]
-    # the other one of each pair (x_i, x_{i + H/2}), see `reference.rotate_heads`
-    other = lane ^ half
-    here = tl.load(head + lane, cache_modifier=".cg")
-    there = tl.load(head + other, cache_modifier=".cg")
-    if norm is not None:
-        scale = tl.rsqrt(tl.sum(here * here, axis=1) / width + eps)[:, None]
-        norm += layer * width
-        here *= scale * tl.load(norm + lane).to(tl.float32)
-        there *= scale * tl.load(norm + other).to(tl.float32)
-    cos = tl.load(phase + lane % half)
-    sin = tl.load(phase + half + lane % half)
-    return here * cos + there * tl.where(lane < half, -sin, sin)
-
-
-@jit
-def _split_context(num_tokens, heads: tl.constexpr):
-    """Number of parts of the context, none of them empty, and the tokens of each."""
-    # whole quarters of a chunk
-    unit = (heads.chunk + 3) // 4
-    span = tl.cdiv(tl.cdiv(num_tokens, heads.max_splits), unit) * unit
-    return tl.cdiv(num_tokens, span), span
-
-
-@jit
-def _find_slots(table, token, wanted, head, heads: tl.constexpr):
-    """Where a head's keys and values of these tokens stand, counted in heads."""
-    page = tl.load(table + token // heads.page_size, mask=wanted, other=0).to(tl.int64)
-    return (page * heads.num_kv_heads + head) * heads.page_size + token % heads.page_size
-
-
-@jit
-def _load_chunk(key_pages, value_pages, table, start, end, head, heads: tl.constexpr):
-    """A head's stored keys and values of the chunk of tokens from `start` on, up to `end`."""
-    token_S = start + tl.arange(0, heads.chunk)
-    stored_S = token_S < end
-    slot_S = _find_slots(table, token_S, stored_S, head, heads)
-    place_SH = slot_S[:, None] * heads.width + tl.arange(0, heads.width)[None, :]
-    key_SH = tl.load(key_pages + place_SH, mask=stored_S[:, None], other=0.0)
-    return key_SH, tl.load(value_pages + place_SH, mask=stored_S[:, None], other=0.0)
-
-
-@jit
-def load_nothing(pages, heads: tl.constexpr):
-    """What stands in for a chunk of keys or values before there is one."""
-    chunk: tl.constexpr = heads.chunk
-    width: tl.constexpr = heads.width
-    return tl.zeros((chunk, width), dtype=pages.dtype.element_ty)
-
-
-@jit
-def load_context(key_pages, value_pages, table, length, heads: tl.constexpr):
-    """The first stored keys and values that this program will attend to."""
-    num_splits, span = _split_context(length + 1, heads)
-    program = tl.program_id(0)
-    head = tl.minimum(program // num_splits, heads.num_heads - 1) // heads.group
-    start = program % num_splits * span
-    end = tl.minimum(start + span, length)
-    return _load_chunk(key_pages, value_pages, table, start, end, head, heads)
-
-
-@jit
-def attend(
-    key_SH,
-    value_SH,
-    qkv,
-    phase,
-    norm_query,
-    norm_key,
-    layer,
-    eps,
-    key_pages,
-    value_pages,
-    table,
-    length,
-    mixed,
-    part_top,
-    part_sum,
-    part_out,
-    arrivals,
-    heads: tl.constexpr,
-):
-    """Store the token's key and value, and mix the values of all tokens up to it.
-
-    A piece of work is a query head and a part of the context; `key_SH` and `value_SH` are the first
-    ones of this program's first piece. Whoever finishes a head's last part joins them all. Heads
-    that share keys and values read them from the second-level cache, but for the first.
-    """
-    chunk: tl.constexpr = heads.chunk
-    width: tl.constexpr = heads.width
-    lane = tl.arange(0, width)
-    num_tokens = length + 1
-    num_splits, span = _split_context(num_tokens, heads)
-    for item in range(tl.program_id(0), heads.num_heads * num_splits, heads.num_programs):
-        query = item // num_splits
-        head = query // heads.group
-        split = item % num_splits
-        query_1H = _turn(qkv + query * width, phase, norm_query, layer, eps, width) * width**-0.5
-        new_key = qkv + (heads.num_heads + head) * width
-        new_key_1H = _turn(new_key, phase, norm_key, layer, eps, width)
-        new_value = new_key + heads.num_kv_heads * width
-        new_value_1H = tl.load(new_value + lane, cache_modifier=".cg")[None, :]
-
-        # each place in a chunk is a softmax of its own, so that threads meet only at the end; its
-        # largest score begins below all others, but finite, or a place without a token would be nan
-        top_S = tl.full((chunk,), -1e30, dtype=tl.float32)
-        sum_S = tl.zeros((chunk,), dtype=tl.float32)
-        out_SH = tl.zeros((chunk, width), dtype=tl.float32)
-        end = tl.minimum(split * span + span, num_tokens)
-        stored_end = tl.minimum(end, length)
-        if item != tl.program_id(0):
-            key_SH, value_SH = _load_chunk(
-                key_pages, value_pages, table, split * span, stored_end, head, heads
-            )
-        for start in range(split * span, end, chunk):
-            # the next ones are under way while these are looked at
-            next_key_SH, next_value_SH = _load_chunk(
-                key_pages, value_pages, table, start + chunk, stored_end, head, heads
-            )
-            token_S = start + tl.arange(0, chunk)
-            # the newest is not read from its page, where somebody is writing it
-            newest_S1 = (token_S == length)[:, None]
-            wide_key_SH = tl.where(newest_S1, new_key_1H, key_SH.to(tl.float32))
-            wide_value_SH = tl.where(newest_S1, new_value_1H, value_SH.to(tl.float32))
-            score_S = tl.sum(query_1H * wide_key_SH, axis=1)
-            score_S = tl.where(token_S < end, score_S, float("-inf"))
-            new_top_S = tl.maximum(top_S, score_S)
-            weight_S = tl.exp(score_S - new_top_S)
-            fade_S = tl.exp(top_S - new_top_S)
-            sum_S = sum_S * fade_S + weight_S
-            out_SH = out_SH * fade_S[:, None] + weight_S[:, None] * wide_value_SH
-            top_S = new_top_S
-            key_SH, value_SH = next_key_SH, next_value_SH
-        top = tl.max(top_S, axis=0)
-        share_S = tl.exp(top_S - top)
-        total = tl.sum(sum_S * share_S, axis=0)
-        out_H = tl.sum(out_SH * share_S[:, None], axis=0)
-
-        if (split == num_splits - 1) & (query % heads.group == 0):
-            place_1H = _find_slots(table, length, True, head, heads) * width + lane[None, :]
-            tl.store(key_pages + place_1H, new_key_1H.to(key_pages.dtype.element_ty))
-            tl.store(value_pages + place_1H, new_value_1H.to(value_pages.dtype.element_ty))
-
-        if num_splits == 1:
-            tl.store(mixed + query * width + lane, out_H / total)
-        else:
-            part = query * heads.max_splits + split
-            tl.store(part_top + part, top)
-            tl.store(part_sum + part, total)
-            tl.store(part_out + part * width + lane, out_H)
-            tl.debug_barrier()
-            if tl.atomic_add(arrivals + query, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
-                tl.debug_barrier()
-                _join_parts(query, num_splits, mixed, part_top, part_sum, part_out, heads)
-                # nobody counts this head before the next block
-                tl.store(arrivals + query, 0)
-
-
-@jit
-def _join_parts(query, num_splits, mixed, part_top, part_sum, part_out, heads: tl.constexpr):
-    """One query head's attention over the whole context from those over its parts."""
-    split = tl.arange(0, heads.max_splits)
-    lane = tl.arange(0, heads.width)
-    there = split < num_splits
-    part = query * heads.max_splits + split
-    place = part[:, None] * heads.width + lane[None, :]
-    top = tl.load(part_top + part, mask=there, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(part_sum + part, mask=there, other=0.0, cache_modifier=".cg")
-    out = tl.load(part_out + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
-    weight = tl.exp(top - tl.max(top))
-    whole = tl.sum(weight[:, None] * out, axis=0)
-    tl.store(mixed + query * heads.width + lane, whole / tl.sum(weight * total))

@@ -1,0 +1,104 @@
+"""Drawing tokens in shapes that never change, so that a GPU needs one launch for it.
+
+`sampling.sample` is some fifty small kernels, and starting them takes a host longer than decoding a
+token takes the GPU. Knows nothing of requests.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from depthmix.infer.sampling import SamplingParams, pack_settings, sample, unpack_settings
+from depthmix.kernels.recording import record_graph
+
+
+class Drawer:
+    """Draws for any number of rows. `record` keeps a step for each size, as a graph on a GPU."""
+
+    def __init__(self, vocab_size: int, device: torch.device, *, record: bool) -> None:
+        self.vocab_size, self.device, self.record = vocab_size, device, record
+        self.steps: dict[tuple[int, bool, bool], DrawStep] = {}
+
+    def draw(
+        self,
+        logits: Sequence[Float[Tensor, " V"]],
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        steps: Sequence[int],
+        seen: Sequence[Bool[Tensor, " V"] | None],
+    ) -> tuple[list[int], list[float]]:
+        """Each row's token and its log-probability; see `Settings` and `sample`."""
+        filtered = any(wish.filters for wish in params)
+        penalized = any(marks is not None for marks in seen)
+        # in few sizes, where they are kept
+        size = 1 << (len(logits) - 1).bit_length() if self.record else len(logits)
+        kind = (size, filtered, penalized)
+        step = self.steps.get(kind)
+        if step is None:
+            shape = (size, self.vocab_size, self.device)
+            step = DrawStep(*shape, filtered=filtered, penalized=penalized)
+        if self.record:
+            self.steps[kind] = step
+        return step.run(logits, params, seeds, steps, seen)
+
+
+class DrawStep:
+    """`sample` for up to `num_rows` rows; on a GPU it is recorded at its first call."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        filtered: bool,
+        penalized: bool,
+    ) -> None:
+        """`filtered` as in `sample`; `penalized` where a row may have a repetition penalty."""
+        self.filtered = filtered
+        self.logits = torch.zeros((num_rows, vocab_size), device=device)
+        self.seen = torch.zeros_like(self.logits, dtype=torch.bool) if penalized else None
+        self.shares = torch.ones((4, num_rows), dtype=torch.float64, device=device)
+        self.counts = torch.zeros((3, num_rows), dtype=torch.int64, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.drawn: Float[Tensor, "2 B"] | None = None
+
+    def run(
+        self,
+        logits: Sequence[Float[Tensor, " V"]],
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        steps: Sequence[int],
+        seen: Sequence[Bool[Tensor, " V"] | None],
+    ) -> tuple[list[int], list[float]]:
+        """Tokens and their log-probabilities; rows that are left over draw what nobody reads."""
+        count = len(logits)
+        self.logits[:count].copy_(torch.stack(list(logits)))
+        for row, marks in enumerate(seen):
+            # without a penalty it does not matter what is marked
+            if marks is not None:
+                assert self.seen is not None
+                self.seen[row].copy_(marks)
+        packed = pack_settings(params, seeds, steps)
+        for static, new in zip((self.shares, self.counts), packed, strict=True):
+            # from pinned memory the host need not wait
+            new = new.pin_memory() if static.is_cuda else new
+            static[:, :count].copy_(new, non_blocking=True)
+        if not self.logits.is_cuda:
+            drawn = self._draw()
+        else:
+            if self.graph is None:
+                self.graph, self.drawn = record_graph(self._draw)
+            assert self.drawn is not None
+            self.graph.replay()
+            drawn = self.drawn
+        tokens, logprobs = drawn[:, :count].tolist()
+        return [int(token) for token in tokens], logprobs
+
+    def _draw(self) -> Float[Tensor, "2 B"]:
+        settings = unpack_settings(self.shares, self.counts)
+        drawn = sample(self.logits, settings, self.seen, filtered=self.filtered)
+        # in one piece: an id of 2^53 and a float32 are both exact in float64
+        return torch.stack([drawn.token.double(), drawn.logprob.double()])
