@@ -225,3 +225,15 @@ def test_a_whole_step(name: str) -> None:
         torch.testing.assert_close(ours.logits, truth.logits, rtol=0, atol=1e-3)
     for ours, truth in zip(found[1][1], found[0][1], strict=True):
         torch.testing.assert_close(ours, truth, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("room", [227 * 1024, 163 * 1024, 99 * 1024, 8 * 1024])
+def test_a_program_takes_no_more_shared_memory_than_there_is(room: int) -> None:
+    for kind, tuning in routed.TUNINGS.items():
+        limited = routed.limit_stages(kind, tuning, room)
+        assert limited[:3] == tuning[:3]
+        assert 1 <= limited.num_stages <= tuning.num_stages
+        num_rows = 16 + tuning.block_out * (2 if kind in ("rotate", "swiglu") else 1)
+        assert (limited.num_stages - 1) * num_rows * tuning.block * 2 <= room
+        if room > 200 * 1024:
+            assert limited == tuning

@@ -327,8 +327,11 @@ class RoutedRows:
     ) -> None:
         """`tunings` take the place of some of `TUNINGS`."""
         self.weights, self.rules, self.num_rows = weights, rules, num_rows
-        self.tunings = {**TUNINGS, **(tunings or {})}
         device, dtype = weights.embedding.device, weights.embedding.dtype
+        self.tunings = {**TUNINGS, **(tunings or {})}
+        if device.type == "cuda":
+            room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+            self.tunings = {k: limit_stages(k, t, room) for k, t in self.tunings.items()}
         self.width, self.mlp_width = weights.embedding.shape[1], weights.w_mlp_out.shape[2]
         self.num_projected = weights.w_qkv.shape[1]
         self.kind_in = "swiglu" if weights.w_in.shape[1] == 2 * self.mlp_width else "gelu"
@@ -489,6 +492,17 @@ class RoutedRows:
             block_out=tuning.block_out,
             **_fit_columns(tuning, width, weight.element_size()),
         )
+
+
+def limit_stages(kind: str, tuning: Tuning, room: int) -> Tuning:
+    """The same with no more blocks of columns than a program's shared memory of `room` bytes holds.
+
+    Those of an H200 hold 227 KiB, those of a desktop card 99.
+    """
+    num_rows = tuning.block_out * (2 if kind in ("rotate", "swiglu") else 1) + BLOCK_ROWS.value
+    # 16 bits each; where numbers have more, a block has fewer columns. The router has 32.
+    num_bytes = 2 * tuning.block * (num_rows + (2 if kind == "decide" else 0))
+    return tuning._replace(num_stages=min(tuning.num_stages, 1 + room // num_bytes))
 
 
 def _fit_columns(tuning: Tuning, width: int, element_size: int) -> dict[str, int]:
