@@ -330,7 +330,9 @@ class RoutedRows:
         device, dtype = weights.embedding.device, weights.embedding.dtype
         self.tunings = {**TUNINGS, **(tunings or {})}
         if device.type == "cuda":
-            room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+            properties = torch.cuda.get_device_properties(device)
+            # not every build of torch tells
+            room = getattr(properties, "shared_memory_per_block_optin", 48 * 1024)
             self.tunings = {k: limit_stages(k, t, room) for k, t in self.tunings.items()}
         self.width, self.mlp_width = weights.embedding.shape[1], weights.w_mlp_out.shape[2]
         self.num_projected = weights.w_qkv.shape[1]

@@ -1,0 +1,135 @@
+"""What trained models cost to train and to sample: for the best dense and the best routed one.
+
+    python benchmarks/trained.py runs/isoflop/4e15/{dense/w192-l8-s0,mod/w192-l14-s0}
+    python benchmarks/trained.py RUN RUN --cpu --batch 1 --tokens 64 --json out.json
+
+For each run: milliseconds of a training step of its own batch, alone on the device (AdamW; on a GPU
+compiled, in bf16 and as a CUDA graph). Then, with its weights, microseconds a token through the
+whole engine at temperature 1 from the beginning of a document, the share of blocks that were run,
+the most bytes of keys and values in use, and Joules a token where the driver tells.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from meters import EnergyMeter, time_call, time_steps
+
+from depthmix import flops
+from depthmix.infer import Engine, SamplingParams
+from depthmix.nn import Transformer
+from depthmix.recipe import RunConfig
+from depthmix.rundir import RunDir
+from depthmix.sampler import open_sampler
+from depthmix.train.step import TrainStep
+
+NUM_STEPS = 60
+
+
+def time_training(recipe: RunConfig, device: str) -> float:
+    """Milliseconds of a step of the run's own shape."""
+    config, on_gpu = recipe.model, device == "cuda"
+    size = (recipe.train.batch_size, config.max_seq_len + 1)
+    tokens = torch.randint(config.vocab_size, size, device=device)
+    with torch.device(device):
+        network = Transformer(config)
+    optimizer = torch.optim.AdamW(network.parameters(), fused=True, capturable=on_gpu)
+    precision = torch.bfloat16 if on_gpu else None
+    step = TrainStep(network, optimizer, precision=precision, compile=on_gpu, cuda_graph=on_gpu)
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    if on_gpu:
+        return statistics.median(time_steps(lambda: step(*batch), device, NUM_STEPS)) / 1e3
+    return 1e3 * min(time_call(lambda: step(*batch), device) for _ in range(2))
+
+
+def measure_sampling(
+    path: Path, device: str, batch: int, num_tokens: int, meter: EnergyMeter | None
+) -> dict[str, float | int]:
+    """A batch of new documents, of which each is as long as was asked."""
+    sampler = open_sampler(path, device=device)
+    engine = Engine(sampler.engine.model, max_batch=batch)
+    prompts = [sampler.encode("")] * batch
+    params = [SamplingParams(max_tokens=num_tokens, temperature=1, seed=n) for n in range(batch)]
+    # the first ones build what later ones use again
+    engine.generate(prompts, params)
+    engine.generate(prompts, params)
+    before = 0.0 if meter is None else meter.read_joules()
+    results = []
+    seconds = time_call(lambda: results.extend(engine.generate(prompts, params)), device)
+    samples = [sample for result in results for sample in result.samples]
+    count = sum(len(sample.tokens) for sample in samples)
+    measured = {
+        "batch": batch,
+        "us_per_token": 1e6 * seconds / count,
+        "share_executed": statistics.fmean(s.depth.share_executed for s in samples),
+        "share_saved": statistics.fmean(s.depth.share_saved for s in samples),
+        "cache_bytes": engine.stats().cache_bytes_peak,
+    }
+    if meter is not None:
+        measured["joules_per_token"] = (meter.read_joules() - before) / count
+    return measured
+
+
+def print_table(rows: list[dict]) -> None:
+    print("| run | parameters | forward MFLOP a token | ms a training step |", end="")
+    print(" batch | µs a token | blocks run | cache MiB | mJ a token |")
+    print("|---" * 9 + "|")
+    for row in rows:
+        joules = row.get("joules_per_token")
+        cells = [
+            row["run"],
+            f"{row['parameters']:,}",
+            f"{row['forward_flops'] / 1e6:.2f}",
+            f"{row['ms_per_step']:.2f}",
+            str(row["batch"]),
+            f"{row['us_per_token']:.1f}",
+            f"{row['share_executed']:.1%}",
+            f"{row['cache_bytes'] / 2**20:.2f}",
+            "" if joules is None else f"{1e3 * joules:.2f}",
+        ]
+        print(f"| {' | '.join(cells)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", nargs="+", type=Path, help="finished runs")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 64], help="documents at a time")
+    parser.add_argument("--tokens", type=int, default=512, help="length of each document")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    args = parser.parse_args()
+    device = "cpu" if args.cpu else "cuda"
+    if not args.cpu and not torch.cuda.is_available():
+        sys.exit("no CUDA device is visible to torch: run it on a GPU, or with --cpu")
+    try:
+        meter = EnergyMeter() if device == "cuda" else None
+    except OSError as error:
+        print(f"energy is not measured, because NVML does not answer: {error}")
+        meter = None
+    rows = []
+    for path in args.run:
+        recipe = RunConfig.from_dict(RunDir.open(path).read_config())
+        config = recipe.model
+        about = {
+            "run": "/".join(path.parts[-3:]),
+            "parameters": flops.num_parameters(config).total,
+            "forward_flops": flops.forward_flops(config) / config.max_seq_len,
+            "ms_per_step": time_training(recipe, device),
+        }
+        for batch in args.batch:
+            rows.append(about | measure_sampling(path, device, batch, args.tokens, meter))
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+    print_table(rows)
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
+    print(f"\n{name}, torch {torch.__version__}, Python {platform.python_version()}")
+
+
+if __name__ == "__main__":
+    main()
