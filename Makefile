@@ -18,7 +18,7 @@ COVERAGE_GATE := src/depthmix/nn/*,src/depthmix/config.py,src/depthmix/fields.py
 COVERAGE_GATE := $(COVERAGE_GATE),src/depthmix/flops.py,src/depthmix/kernels/reference.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo reproduce-smoke test check format test-gpu coverage clean
+.PHONY: help demo reproduce-smoke test check format test-hf test-gpu coverage clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,15 @@ check: $(STAMP) ## everything CI runs: format, lint, types, import contracts, te
 format: $(STAMP) ## format the code and fix what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Beside the environment's own release, which `make test` runs on. What it needs comes along, as its
+# hub's client is another release, too.
+OLDEST_HF := build/transformers-5.17.0
+test-hf: $(STAMP) ## run the Hugging Face tests on the oldest transformers that is supported
+	@if [ ! -f $(OLDEST_HF)/.installed ]; then rm -rf $(OLDEST_HF) && $(BIN)/python -m pip install --quiet \
+		--disable-pip-version-check --target $(OLDEST_HF) 'transformers==5.17.0' && touch $(OLDEST_HF)/.installed; fi
+	PYTHONPATH=$(OLDEST_HF) $(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu" \
+		tests/hf $(wildcard tests/integration/test_hf_*.py)
 
 # Runs where nothing can be installed: the environment's Python if there is one, else plain python3,
 # and only the files with GPU tests, so that tools the others need may be absent. Warnings are only

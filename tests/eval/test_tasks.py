@@ -138,12 +138,44 @@ def test_tasks_in_files_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text("no JSON\n")
     with pytest.raises(ValueError, match="is not JSONL"):
         tasks.run_tasks(make_model(), [str(path)])
+    for content, told in (("[1]\n", "line 1 is no JSON object"), ("\n", "holds no examples")):
+        (tmp_path / "mine.jsonl").write_text(content)
+        with pytest.raises(ValueError, match=told):
+            tasks.run_tasks(make_model(), [str(path)])
+    (tmp_path / "mine.jsonl").write_text(json.dumps(row) + "\n")
+    plain = path.read_text()
+    path.write_text(plain.replace("test_split: test", "test_split: other"))
+    with pytest.raises(ValueError, match="test_split = other is none of its data_files: test"):
+        tasks.run_tasks(make_model(), [str(path)])
+    path.write_text(plain.replace("{{prompt}}", "{{nothing}}"))
+    with pytest.raises(ValueError, match="template does not fit its data: 'nothing' is undefined"):
+        tasks.run_tasks(make_model(), [str(path)])
     path.write_text("task: mine\n")
     with pytest.raises(ValueError, match="does not name its JSONL"):
         tasks.run_tasks(make_model(), [str(path)])
     path.write_text("process_docs: !function code.run\n")
     with pytest.raises(ValueError, match="code in it is not run"):
         tasks.run_tasks(make_model(), [str(path)])
+
+
+def test_only_our_own_words_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # no repository: git would complain
+    monkeypatch.chdir(tmp_path)
+    tasks.run_tasks(make_model(), ["python_syntax"], limit=1)
+    assert "fatal" not in capfd.readouterr().err
+
+
+def test_examples_come_before_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sizes = make_model(), []
+    monkeypatch.setattr(model, "encode", lambda text: sizes.append(len(text)) or [1, 2])
+    for number in (0, 2):
+        tasks.run_tasks(model, ["python_syntax"], limit=1, num_fewshot=number)
+    half = len(sizes) // 2
+    assert min(sizes[half:]) > max(sizes[:half])
+    with pytest.raises(ValueError, match="num_fewshot = -1 must be at least 0"):
+        tasks.run_tasks(model, ["python_syntax"], num_fewshot=-1)
 
 
 def test_an_unknown_task_is_named() -> None:

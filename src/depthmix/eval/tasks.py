@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
+import jinja2
 import torch
 import yaml
-from lm_eval import simple_evaluate
+from lm_eval import evaluator, simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows
@@ -145,8 +146,12 @@ def run_tasks(
     limit: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Each task's metrics. A name is one of `list_own_tasks`, a .yaml file, or lm-eval's."""
+    if num_fewshot is not None and num_fewshot < 0:
+        raise ValueError(f"num_fewshot = {num_fewshot} must be at least 0")
     # its progress and advice are for its own command line
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    # it would ask git, which complains aloud where there is no repository
+    evaluator.get_git_commit_hash = lambda: None
     found = [_find_task(name) for name in names]
     only_own = all(isinstance(task, dict) for task in found)
     manager = TaskManager(
@@ -160,15 +165,18 @@ def run_tasks(
                     f"there is no task '{task}': name one of lm-eval's, a .yaml file, or one of "
                     f"ours: {', '.join(list_own_tasks())}"
                 )
-    results = simple_evaluate(
-        model=model,
-        tasks=found,
-        num_fewshot=num_fewshot,
-        limit=limit,
-        task_manager=manager,
-        log_samples=False,
-        bootstrap_iters=0,
-    )
+    try:
+        results = simple_evaluate(
+            model=model,
+            tasks=found,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=0,
+        )
+    except jinja2.TemplateError as error:
+        raise ValueError(f"a task's template does not fit its data: {error}") from error
     assert results is not None
     return {name: _keep_numbers(values) for name, values in results["results"].items()}
 
@@ -193,6 +201,11 @@ def _find_task(name: str) -> str | dict[str, Any]:
         raise ValueError(
             f"{path} does not name its JSONL as dataset_kwargs.data_files.SPLIT"
         ) from error
+    for name in ("training_split", "validation_split", "test_split", "fewshot_split"):
+        if tree.get(name) is not None and tree[name] not in splits:
+            raise ValueError(
+                f"{path}: {name} = {tree[name]} is none of its data_files: {', '.join(splits)}"
+            )
     rows = {split: datasets.Dataset.from_list(_read_lines(p)) for split, p in splits.items()}
     # read here: no cache is written, and a name is looked for beside its task
     del tree["dataset_kwargs"]
@@ -202,11 +215,19 @@ def _find_task(name: str) -> str | dict[str, Any]:
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"there is no file {path}, which its task names")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = []
     try:
-        return [json.loads(line) for line in lines if line.strip()]
+        # at newlines only: JSON may hold other ends of lines
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+            if line.strip():
+                rows.append(json.loads(line))
+                if not isinstance(rows[-1], dict):
+                    raise ValueError(f"line {number} is no JSON object")
     except ValueError as error:
         raise ValueError(f"{path} is not JSONL: {error}") from error
+    if not rows:
+        raise ValueError(f"{path} holds no examples")
+    return rows
 
 
 def _keep_numbers(values: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
@@ -16,7 +17,7 @@ from depthmix.checkpoint import collect_tensors
 from depthmix.data.tokenizer import TOKENIZER_FILE, find_end_token, load_tokenizer
 from depthmix.hf.config import DepthmixConfig
 from depthmix.hf.model import DepthmixForCausalLM
-from depthmix.hf.runs import write_run
+from depthmix.hf.runs import UNFINISHED, fill_folder, write_run
 from depthmix.nn import Transformer
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
@@ -34,7 +35,8 @@ def export_model(
     selector: str | None = None,
 ) -> None:
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` open."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    # what a killed one has left is no hindrance
+    if out.exists() and (not out.is_dir() or any(p.name != UNFINISHED for p in out.iterdir())):
         raise ValueError(f"'{out}' is there already: choose another --out")
     config = DepthmixConfig.from_model_config(model.config, selector=selector)
     with torch.device("meta"):
@@ -45,9 +47,10 @@ def export_model(
         bos_token_id=end_token, eos_token_id=end_token, pad_token_id=end_token
     )
     logging.disable_progress_bar()
-    shell.save_pretrained(out)
-    if tokenizer is not None:
-        _export_tokenizer(tokenizer, end_token, model.config.max_seq_len, out)
+    with fill_folder(out, "config.json") as new:
+        shell.save_pretrained(new)
+        if tokenizer is not None:
+            _export_tokenizer(tokenizer, end_token, model.config.max_seq_len, new)
 
 
 def _export_tokenizer(
@@ -103,8 +106,19 @@ def load_exported(folder: Path) -> DepthmixForCausalLM:
     except (ValueError, AttributeError) as error:
         raise ValueError(f"'{folder / 'config.json'}' is not a JSON object: {error}") from error
     if kind != DepthmixConfig.model_type:
-        raise ValueError(f"'{folder}' holds a model of type '{kind}', not a depthmix model")
+        raise ValueError(
+            f"'{folder}' holds a model of type '{kind}', not a depthmix model: 'depthmix upcycle' "
+            f"reads dense ones"
+        )
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"'{folder}' has no weights as safetensors, and others are not read")
     logging.disable_progress_bar()
-    return DepthmixForCausalLM.from_pretrained(folder, dtype="auto")
+    level = logging.get_verbosity()
+    # its table of weights that do not fit says what the refusal says
+    logging.set_verbosity_error()
+    try:
+        return DepthmixForCausalLM.from_pretrained(folder, dtype="auto")
+    except SafetensorError as error:
+        raise ValueError(f"'{folder}' has a damaged file of weights: {error}") from error
+    finally:
+        logging.set_verbosity(level)

@@ -1,19 +1,55 @@
 """Weights that came from elsewhere → a run that nobody has trained here.
 
-Owns what such a run's folder holds. Knows nothing of whose weights they were.
+Owns what such a run's folder holds, and that a folder is there whole or not at all. Knows nothing
+of whose weights they were.
 """
 
+import errno
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from depthmix.checkpoint import Checkpoints
-from depthmix.data.tokenizer import TOKENIZER_FILE
+from depthmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from depthmix.data.writer import hash_file
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir, collect_provenance
+
+# where the files of a folder are until all of them are there
+UNFINISHED = ".new"
+
+
+@contextmanager
+def fill_folder(out: Path, mark: str) -> Iterator[Path]:
+    """A place to write what `out` shall hold: all of it comes there at the end, `mark` last.
+
+    What fails leaves nothing, and what a kill leaves is cleared away by the next that tries.
+    """
+    new, made = out / UNFINISHED, not out.exists()
+    try:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        yield new
+        for path in sorted(new.iterdir(), key=lambda path: path.name == mark):
+            path.rename(out / path.name)
+    except (OSError, SafetensorError) as error:
+        # safetensors has the system's words, and no number
+        number = getattr(error, "errno", None)
+        reason = os.strerror(number) if number else str(error)
+        raise OSError(
+            number or errno.EIO, f"'{out}' could not be written ({reason}): nothing is left of it"
+        ) from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        if made:
+            # only where it is empty
+            with suppress(OSError):
+                out.rmdir()
 
 
 def write_run(
@@ -31,6 +67,9 @@ def write_run(
     `reason` says in its status where it comes from; `noted` is kept beside the source's folder.
     """
     tokenizer = source / TOKENIZER_FILE
+    if tokenizer.is_file():
+        # a damaged one is refused here, and not when a text is asked for
+        load_tokenizer(tokenizer)
     origin = {
         "folder": str(source.resolve()),
         "hash": None,
@@ -40,10 +79,11 @@ def write_run(
     }
     device = {"kind": "cpu", "processes": 1}
     start = collect_provenance(seed=run.train.seed, data=origin, device=device)
-    folder = RunDir.create(out, run.to_toml(), start)
-    if tokenizer.is_file():
-        shutil.copyfile(tokenizer, out / TOKENIZER_FILE)
     state = {"config": run.to_dict(), "val": {}, "loss": None}
-    Checkpoints(folder.checkpoints, asynchronous=False).save(0, {"model": dict(weights)}, state)
-    folder.write_status("finished", step=0, num_steps=0, loss=None, reason=reason)
-    return folder
+    with fill_folder(out, "config.toml") as new:
+        folder = RunDir.create(new, run.to_toml(), start)
+        if tokenizer.is_file():
+            shutil.copyfile(tokenizer, new / TOKENIZER_FILE)
+        Checkpoints(folder.checkpoints, asynchronous=False).save(0, {"model": dict(weights)}, state)
+        folder.write_status("finished", step=0, num_steps=0, loss=None, reason=reason)
+    return RunDir.open(out)

@@ -54,13 +54,17 @@ def read_exported_config(folder: Path, *, max_seq_len: int | None = None) -> Mod
 
 def read_exported_weights(folder: Path) -> dict[str, Tensor]:
     """The weights of an exported folder, in float32; whether they fit is for others to see."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     weights = {}
     for path in sorted(set(find_files(folder).values())):
-        with safe_open(path, framework="pt") as file:
-            # transformers' own class holds our model as `model`
-            weights |= {n.removeprefix("model."): file.get_tensor(n).float() for n in file.keys()}  # noqa: SIM118
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a sound safetensors file: {error}") from error
+        # transformers' own class holds our model as `model`
+        weights |= {name.removeprefix("model."): value for name, value in found.items()}
     return weights
 
 

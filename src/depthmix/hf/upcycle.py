@@ -71,6 +71,7 @@ def upcycle(source: Path, out: Path, overrides: Mapping[str, Any]) -> Upcycled:
     config = opened.config.override({**DEFAULTS, **overrides})
     if not config.routed_layers:
         raise ValueError("routing.strategy = none leaves the model dense: choose another")
+    _check_same(opened.config, config, source)
     # the same refusals as for a run, before anything is read or written
     run = RunConfig(model=config)
     fitted = fit_weights(config, opened.load(), source)
@@ -86,6 +87,18 @@ def upcycle(source: Path, out: Path, overrides: Mapping[str, Any]) -> Upcycled:
     )
     num_new = sum(weights[name].numel() for name in fitted.new)
     return Upcycled(folder, opened, config, num_new)
+
+
+def _check_same(dense: ModelConfig, config: ModelConfig, source: Path) -> None:
+    """Refuse another function than the source's; where tensors do not fit, that is told by name."""
+    fixed = ("num_heads", "num_kv_heads", "head_width", "rope_theta", "norm_eps", "max_seq_len")
+    for name in fixed:
+        before, after = getattr(dense, name), getattr(config, name)
+        if before != after:
+            raise ValueError(
+                f"{name} = {after} is {before} in {source}: only fields of routing may be changed, "
+                f"and max_seq_len to a smaller one"
+            )
 
 
 def _read_length(overrides: Mapping[str, Any]) -> int | None:
