@@ -77,6 +77,7 @@ def view(
       depthmix view trace.json
       depthmix view runs/demo-20261115-142233 --text README.md --out readme.html
     """
+    from depthmix.files import replace_file
     from depthmix.report.traces import read_trace
     from depthmix.report.view import write_page
 
@@ -96,7 +97,7 @@ def view(
         raise ValueError(f"there is no trace '{source}': 'depthmix trace' writes one")
     else:
         found = trace_run(source, text, checkpoint, tokenizer, max_tokens, device)
-    out.write_text(write_page(found), encoding="utf-8")
+    replace_file(out, write_page(found))
     print(f"{out}: {describe(found)}")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from depthmix.describe import format_flops, format_number
+from depthmix.files import replace_file
 from depthmix.report.charts import list_charts
 from depthmix.report.figures import draw_figures
 from depthmix.report.fit import Comparison, Fit, compare_minima, fit_runs
@@ -48,7 +49,7 @@ def write_report(folder: str | Path, out: str | Path | None = None, command: str
     place.mkdir(parents=True, exist_ok=True)
     images = draw_figures(charts, place)
     page = place / PAGE
-    page.write_text(make_page(runs, fits, charts, command), encoding="utf-8")
+    replace_file(page, make_page(runs, fits, charts, command))
     return Report(page, images, runs, fits, compare_minima(fits))
 
 
