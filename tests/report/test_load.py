@@ -132,6 +132,11 @@ def test_what_is_not_finished_is_named_with_its_reason(tmp_path: Path) -> None:
     write_run(tmp_path / "stopped", DENSE, 3.5, state="running")
     write_run(tmp_path / "failed", DENSE, 3.5, state="failed", reason="training diverged")
     write_run(tmp_path / "unseen", DENSE, None)
+    write_run(tmp_path / "lost", MOD, 3.5, causal=float("nan"))
+    write_run(tmp_path / "early", DENSE, 3.5)
+    (tmp_path / "early/metrics.jsonl").write_text(
+        '{"step": 0, "kind": "train", "loss": 5}\n{"step": 0, "kind": "val", "loss": 5}\n'
+    )
     write_run(tmp_path / "torn", DENSE, 3.5)
     (tmp_path / "torn/config.toml").write_text("[model")
     write_run(tmp_path / "odd", DENSE, 3.5)
@@ -140,7 +145,9 @@ def test_what_is_not_finished_is_named_with_its_reason(tmp_path: Path) -> None:
     runs = load_runs(tmp_path)
     assert [row.name for row in runs.rows] == ["good"]
     told = {run.name: (run.state, run.reason) for run in runs.left_out}
-    assert told.keys() == {"stopped", "failed", "unseen", "torn", "odd"}
+    assert told.keys() == {"stopped", "failed", "unseen", "lost", "early", "torn", "odd"}
+    assert told["lost"] == ("finished", "its loss under causal decisions is no number")
+    assert told["early"][0] == "broken"
     assert told["stopped"] == ("stopped", "ended at step 100 of 100")
     assert told["failed"] == ("failed", "ended at step 100 of 100: training diverged")
     assert told["unseen"][0] == "finished"

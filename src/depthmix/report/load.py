@@ -126,7 +126,7 @@ def load_runs(folder: str | Path) -> Runs:
             rows.append(_read_row(name, summary))
         except (OSError, ValueError) as error:
             left_out.append(LeftOut(name, "broken", str(error)))
-        except (AttributeError, LookupError, TypeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             reason = f"its files are not as training writes them: {error}"
             left_out.append(LeftOut(name, "broken", reason))
     budgets = group_budgets([row.budget for row in rows])
@@ -147,6 +147,9 @@ def _find_problem(run: RunSummary) -> str:
         return f"ended at step {run.step} of {run.num_steps or '?'}{told}"
     if run.val_loss_topk is None or not math.isfinite(run.val_loss_topk):
         return "it has no validation loss: its data has no validation split, or it diverged"
+    # one that is no number is written as none; top-k must not stand in for it
+    if RunDir(Path(run.path)).read_metrics("val")[-1].get("loss_causal", 0.0) is None:
+        return "its loss under causal decisions is no number"
     return ""
 
 
