@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from depthmix import flops
-from depthmix.report.load import count_seconds, group_budgets, load_runs, name_kind
+from depthmix.report.load import MIN_VALIDATIONS, count_seconds, group_budgets, load_runs, name_kind
 from synthetic_runs import BASE, DENSE, MOD, WIDTHS, Bowl, write_bowl, write_run
 
 MOE: dict[str, Any] = {"experts.strategy": "expert_choice", "experts.num_experts": 2}
@@ -53,7 +53,8 @@ def test_a_run_is_read_in_full(tmp_path: Path) -> None:
     assert head.recall == ((0.5, pytest.approx(0.5)), (1.0, pytest.approx(0.7)))
 
 
-def test_batches_tell_where_there_is_one_validation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_validations", [1, MIN_VALIDATIONS - 1, MIN_VALIDATIONS])
+def test_batches_tell_where_validations_are_few(tmp_path: Path, num_validations: int) -> None:
     path = tmp_path / "one" / "metrics.jsonl"
     write_run(path.parent, MOD, 3.5, causal=3.6)
     records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -63,9 +64,13 @@ def test_batches_tell_where_there_is_one_validation(tmp_path: Path) -> None:
         {**train, "step": 1 + n, "predictor_precision": n / 100, "predictor_recall": 0.5}
         for n in range(100)
     ]
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in [*batches, last]))
+    told = [*batches, *[last] * num_validations]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in told))
     (row,) = load_runs(tmp_path).rows
     (head,) = row.heads
+    if num_validations == MIN_VALIDATIONS:
+        assert head.precision == ((1.0, pytest.approx(0.9)),) * MIN_VALIDATIONS
+        return
     # each fifth of them
     assert head.precision == tuple(((1 + n) / 100, n / 100) for n in range(0, 100, 5))
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from depthmix import flops
 from depthmix.config import ModelConfig
 from depthmix.recipe import Recipe, RunConfig
-from depthmix.report.curves import thin_curve
+from depthmix.report.curves import follow_number, thin_curve
 from depthmix.rundir import RunDir
 from depthmix.runs import RunSummary, list_runs
 
@@ -22,6 +22,8 @@ BUDGET_TOLERANCE = 0.02
 """Budgets so close, as a share, are one: a run spends whole steps."""
 NUM_POINTS = 20
 """Points of a curve that is made of batches, about."""
+MIN_VALIDATIONS = 5
+"""So many make a curve."""
 
 # what makes a model larger and not another kind of model
 SIZE_FIELDS = {
@@ -275,17 +277,16 @@ def _read_heads(model: ModelConfig, folder: RunDir, num_steps: int) -> Iterable[
         "expert_predictor": True,
         "expert_router": experts.aux_loss_weight > 0,
     }
-    records = folder.read_metrics("val")
-    if len(records) < 2:
-        # validated at its end alone: then some of its batches tell
+    sources = [folder.read_metrics("val")]
+    if len(sources[0]) < MIN_VALIDATIONS:
+        # validated seldom: then some of its batches tell
         train = folder.read_metrics("train")
-        records = train[:: max(1, len(train) // NUM_POINTS)]
+        sources.append(train[:: max(1, len(train) // NUM_POINTS)])
     for name in (name for name, used in trained.items() if used):
         curves = [
-            tuple(
-                (record["step"] / num_steps, float(value))
-                for record in records
-                if (value := record.get(f"{name}_{part}")) is not None
+            max(
+                (follow_number(each, f"{name}_{part}", num_steps) for each in sources),
+                key=len,
             )
             for part in ("precision", "recall")
         ]
