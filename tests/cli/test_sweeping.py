@@ -108,7 +108,7 @@ def test_failures_are_named_and_tried_again(
     printed, errors = capsys.readouterr()
     assert re.search(r"dense/w16-l2-s0 .* finished", printed)
     assert "(1 of 1)" in printed
-    assert f"all 2 runs are finished; look at them with: depthmix runs {fake.out}" in printed
+    assert f"all 2 runs are finished; compare them with: depthmix report {fake.out}" in printed
     num_calls = len(fake.read_calls())
     assert main(options) == 0
     assert "all 2 runs are finished: there is nothing left to do" in capsys.readouterr().out

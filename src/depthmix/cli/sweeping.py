@@ -112,9 +112,9 @@ def sweep(
     if dry_run:
         return
     num_left = sum(standing.todo != "nothing" for standing in standings.values())
-    look = f"look at them with: depthmix runs {shlex.quote(str(folder))}"
+    compare = f"compare them with: depthmix report {shlex.quote(str(folder))}"
     if not num_left:
-        say(console, f"all {len(runs)} runs are finished: there is nothing left to do; {look}")
+        say(console, f"all {len(runs)} runs are finished: there is nothing left to do; {compare}")
         return
     if corpus is None:
         made = prepare_once(vocab_size, console)
@@ -126,6 +126,7 @@ def sweep(
 
         parameters = parse_parameters(slurm)
         ids = submit_runs(runs, standings, folder, num_jobs=jobs, parameters=parameters, **options)
+        look = f"look at them with: depthmix runs {shlex.quote(str(folder))}"
         say(console, f"handed over {len(ids)} jobs, {ids[0]} to {ids[-1]}; {look}")
         return
     executor = Executor(runs, standings, folder, num_jobs=jobs or 1, **options)
@@ -138,7 +139,7 @@ def sweep(
     if mixed:
         say(console, mixed)
     end_sweep(summary, folder, num_left, again, console)
-    say(console, f"all {len(runs)} runs are finished; {look}")
+    say(console, f"all {len(runs)} runs are finished; {compare}")
 
 
 def parse_parameters(texts: Sequence[str]) -> dict[str, int | str]:
