@@ -94,6 +94,16 @@ def test_what_every_run_would_be_told_ends_the_sweep(fake: Fake, runs: list[Plan
     assert set(summary.failed) == {run.name for run in runs[1:]}
 
 
+def test_a_folder_that_was_killed_while_it_was_made_is_started_anew(
+    fake: Fake, runs: list[PlannedRun]
+) -> None:
+    path = fake.out / runs[0].folder
+    path.mkdir(parents=True)
+    (path / "config.toml").write_text(runs[0].config.to_toml())
+    assert execute(fake, runs[:1]).finished == (runs[0].name,)
+    assert fake.read_calls()[0][1][0] == "--preset"
+
+
 def interrupt(fake: Fake, *numbers: int) -> Callable[[Progress], None]:
     """Sends signals to this process, one for each report once a run waits."""
     left = list(numbers)

@@ -148,7 +148,11 @@ class Executor:
     def _start(self, run: PlannedRun) -> None:
         path = self.folder / run.folder
         path.mkdir(parents=True, exist_ok=True)
-        resume = (path / "config.toml").exists()
+        config = path / "config.toml"
+        if not (path / "provenance.json").exists():
+            # killed while its folder was made: there is nothing to go on with
+            config.unlink(missing_ok=True)
+        resume = config.exists()
         told = list_arguments(run, path, resume=resume, data=self.data, device=self.device)
         self.num_tries[run.name] += 1
         log = open(path / LOG, "ab")  # noqa: SIM115 (closed when its process has ended)
