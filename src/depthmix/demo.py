@@ -15,6 +15,7 @@ from rich.table import Table
 
 from depthmix.data.shards import Corpus
 from depthmix.describe import describe_model, print_tables
+from depthmix.files import replace_file
 from depthmix.flops import count_steps
 from depthmix.infer import SamplingParams
 from depthmix.plot import draw_text_plot, plot_losses
@@ -165,7 +166,7 @@ def show_routing(console: Console, run: Trained, page: Path, device: str | None)
         # data that came as ids has no tokenizer, and some has no validation split
         _say(console, f"no routing page: {error}")
         return
-    page.write_text(write_page(found), encoding="utf-8")
+    replace_file(page, write_page(found))
     _say(
         console,
         f"The routing page shows {len(found['tokens'])} tokens of held-out text by the routed "

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from depthmix.fields import suggest
+from depthmix.files import name_file, replace_file
 
 State = Literal["running", "finished", "interrupted", "failed"]
 MAX_DEPTH = 3
@@ -45,7 +46,7 @@ class RunDir:
         run.path.mkdir(parents=True, exist_ok=True)
         try:
             # this claims the folder: of two that start at once, one is refused
-            with _name_file(config), open(config, "x", encoding="utf-8") as file:
+            with name_file(config), open(config, "x", encoding="utf-8") as file:
                 file.write(config_toml)
             run.checkpoints.mkdir(exist_ok=True)
             run.add_start(provenance)
@@ -86,7 +87,7 @@ class RunDir:
     def add_start(self, provenance: Mapping[str, Any]) -> None:
         """Note one more start of this run, with all that may have changed since the last."""
         starts = [*self.read_json("provenance.json").get("starts", []), dict(provenance)]
-        _replace(self.path / "provenance.json", _to_json({"starts": starts}, indent=2))
+        replace_file(self.path / "provenance.json", _to_json({"starts": starts}, indent=2))
 
     def write_status(
         self, state: State, *, step: int, num_steps: int, loss: float | None, reason: str = ""
@@ -94,7 +95,7 @@ class RunDir:
         """Say where the run stands."""
         status = {"state": state, "step": step, "num_steps": num_steps, "loss": loss}
         status |= {"reason": reason, "updated": _now()}
-        _replace(self.path / "status.json", _to_json(status, indent=2))
+        replace_file(self.path / "status.json", _to_json(status, indent=2))
 
     def read_json(self, name: str) -> dict[str, Any]:
         """`provenance.json` or `status.json`; empty where there is none yet."""
@@ -108,7 +109,7 @@ class RunDir:
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         """Add one record; what is not finite is written as null. A failed write leaves no trace."""
         assert {"step", "kind"} <= record.keys(), record
-        with _name_file(self.metrics):
+        with name_file(self.metrics):
             if self._appending is None:
                 _cut_torn_line(self.metrics)
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -127,7 +128,7 @@ class RunDir:
         self.close()
         kept = [line for line, record in self._parse_lines() if record["step"] <= step]
         if self.metrics.exists():
-            _replace(self.metrics, b"".join(line + b"\n" for line in kept).decode())
+            replace_file(self.metrics, b"".join(line + b"\n" for line in kept))
 
     def read_metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
         """All records in order, or those of one kind; a last line torn by a kill is no record."""
@@ -242,24 +243,6 @@ def _tell_why_not(path: Path) -> str:
     if inside:
         return f"'{path}' is no run but holds {len(inside)}: name one, such as '{inside[-1]}'"
     return f"'{path}' is no run: it has no config.toml; name a folder that training made"
-
-
-@contextmanager
-def _name_file(path: Path) -> Iterator[None]:
-    # a full disk is reported without saying where
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a kill, sees the old or the new one, whole."""
-    new = path.with_name(f".{path.name}.new")
-    with _name_file(path):
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
 
 
 def _cut_torn_line(path: Path) -> None:

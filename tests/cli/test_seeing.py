@@ -130,3 +130,25 @@ def test_a_page_of_a_trace_loads_no_torch(tmp_path: Path) -> None:
     assert "depthmix.report.view" in loaded
     assert "torch" not in loaded
     assert path.with_suffix(".html").is_file()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": 5},
+        {"origin": None},
+        {"rules": {"topk": None}},
+        {"rules": {"topk": {**make_trace()["rules"]["topk"], "blocks": 3}}},
+        {"rules": {"topk": {**make_trace()["rules"]["topk"], "entropy": ["a"] * 11}}},
+    ],
+)
+def test_a_trace_that_was_changed_by_hand_is_told(
+    change: dict[str, object], tmp_path: Path, ask: Ask
+) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({**make_trace(), **change}))
+    told = ask("view", path)
+    assert (told.code, told.out) == (2, "")
+    assert told.err.startswith(f"depthmix: {path} is damaged")
+    assert "Traceback" not in told.err
+    assert not path.with_suffix(".html").exists()

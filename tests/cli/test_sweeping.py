@@ -82,6 +82,12 @@ def test_a_table_and_nothing_started(
     assert re.search(r"mod/w32-l2-s0 .* 7 min +new", capsys.readouterr().out)
     assert main(options) == 0
     assert "the time is known when a run has finished" in capsys.readouterr().out
+    # a plan may guess, but who asks knows better
+    plan.write_text("tflops = 2e-6\n" + plan.read_text())
+    assert main(options) == 0
+    assert "about 3 min at 2e-06 TFLOP/s, as the plan guesses\n" in capsys.readouterr().out
+    assert main([*options, "--tflops", "1e-6"]) == 0
+    assert "about 7 min at 1e-06 TFLOP/s\n" in capsys.readouterr().out
 
 
 def test_failures_are_named_and_tried_again(
@@ -102,7 +108,7 @@ def test_failures_are_named_and_tried_again(
     printed, errors = capsys.readouterr()
     assert re.search(r"dense/w16-l2-s0 .* finished", printed)
     assert "(1 of 1)" in printed
-    assert f"all 2 runs are finished; look at them with: depthmix runs {fake.out}" in printed
+    assert f"all 2 runs are finished; compare them with: depthmix report {fake.out}" in printed
     num_calls = len(fake.read_calls())
     assert main(options) == 0
     assert "all 2 runs are finished: there is nothing left to do" in capsys.readouterr().out

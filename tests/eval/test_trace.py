@@ -160,6 +160,14 @@ def test_what_cannot_be_traced_is_refused() -> None:
         trace_tokens(small_model("mod"), [1, 64])
 
 
+def test_a_model_that_diverged_is_refused() -> None:
+    model = small_model("mod")
+    with torch.no_grad():
+        model.head.weight[3] = float("nan")
+    with pytest.raises(ValueError, match="its training diverged; choose another --checkpoint"):
+        trace_tokens(model, [1, 2])
+
+
 def test_a_checkpoint_is_traced_with_words(tmp_path: Path) -> None:
     run = write_text_run(tmp_path)
     tokenizer = load_tokenizer(tmp_path / "data")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from depthmix import flops
 from depthmix.report.fit import Fit, compare_minima, find_dense, fit_parabola, fit_runs
 from depthmix.report.load import load_runs
+from depthmix.report.page import tell_comparison
 from synthetic_runs import DENSE, MOD, WIDTHS, Bowl, count_parameters, write_bowl, write_run
 
 SIZES = [count_parameters({**DENSE, "width": width}) for width in WIDTHS]
@@ -118,6 +119,23 @@ def test_minima_are_compared_under_causal_routing(tmp_path: Path) -> None:
     assert topk["mod"].loss == pytest.approx(3.89)
     causal = fit_runs(rows, lambda row: row.loss_causal)
     assert {fit.variant for fit in causal} == {"mod"}
+
+
+def test_without_a_dense_model_plain_experts_take_its_place(tmp_path: Path) -> None:
+    moe = {**DENSE, "experts.strategy": "expert_choice"}
+    write_run(tmp_path / "moe", moe, 4.0)
+    write_run(tmp_path / "low", {**moe, "experts.capacity": 0.5}, 4.1)
+    write_run(tmp_path / "mode", {**moe, "experts.num_noop": 2}, 3.9)
+    compared = compare_minima(fit_runs(load_runs(tmp_path).rows))
+    assert {found.dense.best.rows[0].name for found in compared} == {"moe"}
+    told = {found.fit.best.rows[0].name: tell_comparison(found) for found in compared}
+    assert told.keys() == {"low", "mode"}
+    assert "mode integrated is 2.50 % below moe" in told["mode"]
+    # a dense model goes before it
+    write_run(tmp_path / "dense", DENSE, 4.2)
+    compared = compare_minima(fit_runs(load_runs(tmp_path).rows))
+    assert {found.dense.kind for found in compared} == {"dense"}
+    assert len(compared) == 3
 
 
 def test_a_worse_variant_has_no_parity(tmp_path: Path) -> None:

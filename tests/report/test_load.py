@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from depthmix import flops
-from depthmix.report.load import count_seconds, group_budgets, load_runs, name_kind
+from depthmix.report.load import MIN_VALIDATIONS, count_seconds, group_budgets, load_runs, name_kind
 from synthetic_runs import BASE, DENSE, MOD, WIDTHS, Bowl, write_bowl, write_run
 
 MOE: dict[str, Any] = {"experts.strategy": "expert_choice", "experts.num_experts": 2}
@@ -53,7 +53,8 @@ def test_a_run_is_read_in_full(tmp_path: Path) -> None:
     assert head.recall == ((0.5, pytest.approx(0.5)), (1.0, pytest.approx(0.7)))
 
 
-def test_batches_tell_where_there_is_one_validation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_validations", [1, MIN_VALIDATIONS - 1, MIN_VALIDATIONS])
+def test_batches_tell_where_validations_are_few(tmp_path: Path, num_validations: int) -> None:
     path = tmp_path / "one" / "metrics.jsonl"
     write_run(path.parent, MOD, 3.5, causal=3.6)
     records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -63,9 +64,13 @@ def test_batches_tell_where_there_is_one_validation(tmp_path: Path) -> None:
         {**train, "step": 1 + n, "predictor_precision": n / 100, "predictor_recall": 0.5}
         for n in range(100)
     ]
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in [*batches, last]))
+    told = [*batches, *[last] * num_validations]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in told))
     (row,) = load_runs(tmp_path).rows
     (head,) = row.heads
+    if num_validations == MIN_VALIDATIONS:
+        assert head.precision == ((1.0, pytest.approx(0.9)),) * MIN_VALIDATIONS
+        return
     # each fifth of them
     assert head.precision == tuple(((1 + n) / 100, n / 100) for n in range(0, 100, 5))
 
@@ -132,6 +137,11 @@ def test_what_is_not_finished_is_named_with_its_reason(tmp_path: Path) -> None:
     write_run(tmp_path / "stopped", DENSE, 3.5, state="running")
     write_run(tmp_path / "failed", DENSE, 3.5, state="failed", reason="training diverged")
     write_run(tmp_path / "unseen", DENSE, None)
+    write_run(tmp_path / "lost", MOD, 3.5, causal=float("nan"))
+    write_run(tmp_path / "early", DENSE, 3.5)
+    (tmp_path / "early/metrics.jsonl").write_text(
+        '{"step": 0, "kind": "train", "loss": 5}\n{"step": 0, "kind": "val", "loss": 5}\n'
+    )
     write_run(tmp_path / "torn", DENSE, 3.5)
     (tmp_path / "torn/config.toml").write_text("[model")
     write_run(tmp_path / "odd", DENSE, 3.5)
@@ -140,7 +150,9 @@ def test_what_is_not_finished_is_named_with_its_reason(tmp_path: Path) -> None:
     runs = load_runs(tmp_path)
     assert [row.name for row in runs.rows] == ["good"]
     told = {run.name: (run.state, run.reason) for run in runs.left_out}
-    assert told.keys() == {"stopped", "failed", "unseen", "torn", "odd"}
+    assert told.keys() == {"stopped", "failed", "unseen", "lost", "early", "torn", "odd"}
+    assert told["lost"] == ("finished", "its loss under causal decisions is no number")
+    assert told["early"][0] == "broken"
     assert told["stopped"] == ("stopped", "ended at step 100 of 100")
     assert told["failed"] == ("failed", "ended at step 100 of 100: training diverged")
     assert told["unseen"][0] == "finished"

@@ -3,6 +3,7 @@
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,3 +135,24 @@ def test_a_file_in_the_way_is_told(folder: Path) -> None:
     (folder / "report").write_text("")
     with pytest.raises(ValueError, match="is a file: choose another --out"):
         write_report(folder)
+
+
+def test_a_browser_shows_the_run_under_the_pointer(
+    browser: Any, folder: Path, tmp_path: Path
+) -> None:
+    page = browser.new_page()
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda request: problems.append(request.url))
+    path = write_report(folder, tmp_path / "out").page
+    page.goto(path.as_uri())
+    tip = page.locator("#tip")
+    assert not tip.is_visible()
+    page.locator("#isoflop .panels .dot:not(.star)").last.hover()
+    told = tip.inner_text().splitlines()
+    assert (folder / told[0] / "config.toml").is_file()
+    assert "parameters" in told[1]
+    page.locator("h1").hover()
+    assert not tip.is_visible()
+    assert problems == [path.as_uri()], "it asks nobody for anything, and nothing went wrong"

@@ -1,8 +1,6 @@
 """The page: whole in one file, safe whatever the text holds, and alive in a real browser."""
 
 import json
-import shutil
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
@@ -12,8 +10,6 @@ import pytest
 
 from depthmix.report.view import TEMPLATE, embed_json, write_page
 from hand_traces import CAUSAL, TEXTS, TOPK, make_trace
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 class Page(HTMLParser):
@@ -75,20 +71,6 @@ def test_what_a_text_holds_cannot_leave_its_script() -> None:
 def test_a_broken_trace_makes_no_page() -> None:
     with pytest.raises(ValueError, match="this is no trace"):
         write_page({})
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Headless Chromium, where it and the library that drives it are installed."""
-    driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    found = next((place for name in BROWSERS if (place := shutil.which(name))), None)
-    if found is None:
-        pytest.skip("no Chromium is installed")
-    with driver.sync_playwright() as play:
-        # root has no sandbox
-        browser = play.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 class Tab:

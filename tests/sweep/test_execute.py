@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,29 @@ def test_a_failure_is_tried_once_more(fake: Fake, runs: list[PlannedRun]) -> Non
     assert "ValueError: broken" in log
     # asked again, the failed ones are tried again
     assert execute(fake, runs).finished == (runs[0].name, runs[3].name)
+
+
+def test_what_every_run_would_be_told_ends_the_sweep(fake: Fake, runs: list[PlannedRun]) -> None:
+    fake.order({run.folder: ["refuse", "refuse"] for run in runs})
+    told = f"{runs[0].name} and {runs[1].name} cannot be trained: no room on the disk"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        execute(fake, runs)
+    assert len(fake.read_calls()) == 2
+    # where one has come to its end, the others may, too
+    fake.order({run.folder: ["refuse"] * 3 for run in runs[1:]})
+    summary = execute(fake, runs)
+    assert summary.finished == (runs[0].name,)
+    assert set(summary.failed) == {run.name for run in runs[1:]}
+
+
+def test_a_folder_that_was_killed_while_it_was_made_is_started_anew(
+    fake: Fake, runs: list[PlannedRun]
+) -> None:
+    path = fake.out / runs[0].folder
+    path.mkdir(parents=True)
+    (path / "config.toml").write_text(runs[0].config.to_toml())
+    assert execute(fake, runs[:1]).finished == (runs[0].name,)
+    assert fake.read_calls()[0][1][0] == "--preset"
 
 
 def interrupt(fake: Fake, *numbers: int) -> Callable[[Progress], None]:

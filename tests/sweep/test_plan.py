@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthmix import flops
-from depthmix.sweep.plan import PlannedRun, expand_plan, load_plan
+from depthmix.sweep.plan import PlannedRun, expand_plan, format_budget, load_plan
 from depthmix.sweep.plan_file import read_plan
 from toy_sweeps import TREE
 
@@ -163,3 +165,25 @@ def test_isoflop_variants_differ_in_routing_alone(scale: str) -> None:
         recipe = dataclasses.replace(run.config.train, seed=0)
         recipes.setdefault(run.budget, set()).add(str(recipe))
     assert {len(found) for found in recipes.values()} == {1}
+
+
+def test_the_documented_sizes_are_those_of_the_plan() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| ([\d.e]+) \| (dense|mod) \| (.+) \| (.+) \| (.+) \|$", text, re.MULTILINE
+    )
+    runs = expand_plan(load_plan("isoflop", "gpu"), vocab_size=4096)
+    groups: dict[tuple[str, str], dict[str, list[PlannedRun]]] = {}
+    for run in runs:
+        model = run.config.model
+        sizes = groups.setdefault((format_budget(run.budget), run.variant), {})
+        sizes.setdefault(f"{model.width}×{model.num_layers}", []).append(run)
+    assert len(rows) == len(groups) == 6
+    for budget, variant, sizes, steps, tokens in rows:
+        found = groups[budget, variant]
+        named = (f"**{size}**" if len(seeds) > 1 else size for size, seeds in found.items())
+        assert sizes == ", ".join(named)
+        first, *_, last = (seeds[0] for seeds in found.values())
+        assert steps == f"{first.num_steps:,} to {last.num_steps:,}"
+        seen = [run.num_steps * run.config.tokens_per_step / 1e6 for run in (first, last)]
+        assert tokens == "{:.0f} to {:.0f}".format(*seen)

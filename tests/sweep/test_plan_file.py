@@ -24,15 +24,16 @@ def test_dotted_fields_seeds_and_defaults(tree: dict[str, Any]) -> None:
 
 def test_a_scale_goes_before_the_top(tree: dict[str, Any]) -> None:
     small = {"budgets": [1e8], "common": {"train": {"seq_len": 8}}, "vocab_size": 512}
+    small |= {"tflops": 1}
     tree["scale"] = {"gpu": {"seeds": 2}, "smoke": small}
     plan = read_plan(tree)
     assert (plan.scale, plan.budgets, plan.sizes[0].seeds) == ("smoke", (1e8,), (0,))
     assert plan.common == {"train.batch_size": 2, "train.seq_len": 8}
-    assert plan.vocab_size == 512
+    assert (plan.vocab_size, plan.tflops) == (512, 1.0)
     other = read_plan(tree, "gpu")
     assert (other.scale, other.budgets, other.sizes[0].seeds) == ("gpu", (1e9,), (0, 1))
     assert other.common == {"train.batch_size": 2}
-    assert other.vocab_size is None
+    assert (other.vocab_size, other.tflops) == (None, None)
     del tree["scale"]["smoke"]
     assert read_plan(tree).scale == "gpu"
 
@@ -70,6 +71,8 @@ def test_files_are_looked_for_beside_the_plan(tmp_path: Path) -> None:
         ({"sizes": [3]}, "sizes must be a list of tables"),
         ({"sizes": [{"variants": ["mode"]}]}, "names the variant 'mode'. Did you mean 'mod'?"),
         ({"vocab_size": 0}, "vocab_size = 0 must be a number of ids"),
+        ({"tflops": 0}, "tflops = 0 must be TFLOP/s greater than 0"),
+        ({"tflops": "fast"}, "tflops = 'fast' must be TFLOP/s greater than 0"),
         ({"vocab_size": "512"}, "vocab_size = '512' must be a number of ids"),
         ({"sizes": [{"budgets": [2e9]}]}, "names the budget 2e9, which is none of 1e9"),
     ],

@@ -1,6 +1,8 @@
 """The verbs that show what a router does with a text."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,6 +79,7 @@ def view(
       depthmix view trace.json
       depthmix view runs/demo-20261115-142233 --text README.md --out readme.html
     """
+    from depthmix.files import replace_file
     from depthmix.report.traces import read_trace
     from depthmix.report.view import write_page
 
@@ -89,15 +92,18 @@ def view(
         given = [name for name, value in options.items() if value is not None]
         if given:
             raise ValueError(f"{source} is a trace already: leave out {', '.join(given)}")
-        found = read_trace(source)
+        with _explain_damage(source):
+            found = read_trace(source)
+            page, told = write_page(found), describe(found)
     elif text is None and source.is_dir():
         raise ValueError(f"{source} is a folder: say with --text FILE what its model shall read")
     elif text is None:
         raise ValueError(f"there is no trace '{source}': 'depthmix trace' writes one")
     else:
         found = trace_run(source, text, checkpoint, tokenizer, max_tokens, device)
-    out.write_text(write_page(found), encoding="utf-8")
-    print(f"{out}: {describe(found)}")
+        page, told = write_page(found), describe(found)
+    replace_file(out, page)
+    print(f"{out}: {told}")
 
 
 def trace_run(
@@ -152,6 +158,17 @@ def describe(trace: dict[str, Any]) -> str:
         loss = "" if told["mean_loss"] is None else f", loss {told['mean_loss']:.3f}"
         parts.append(f"{rule['label']} routes {share:.1%}{loss}")
     return "; ".join(parts)
+
+
+@contextmanager
+def _explain_damage(trace: Path) -> Iterator[None]:
+    """What a trace lacks, as a sentence: not all that a page needs is checked one by one."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{trace} is damaged ({error}): write it anew with 'depthmix trace'"
+        ) from error
 
 
 def _check_folder(out: Path) -> None:

@@ -55,7 +55,10 @@ def sweep(
     ] = None,
     tflops: Annotated[
         float | None,
-        typer.Option(help="TFLOP/s of all jobs together, to tell the time; measured if empty."),
+        typer.Option(
+            help="TFLOP/s of all jobs together, to tell the time; if empty it is measured, or "
+            "guessed by the plan until a run has finished."
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     slurm: Annotated[
@@ -102,14 +105,16 @@ def sweep(
 
     console = Console()
     measured = measure_speed(runs, folder)
+    is_guess = not tflops and not measured
+    tflops = tflops or (plan.tflops if is_guess else None)
     speed = tflops * 1e12 if tflops else measured and measured * (jobs or 1)
-    print_plan(plan.description, runs, standings, console, speed=speed, num_jobs=jobs or 1)
+    print_plan(plan.description, runs, standings, console, speed, is_guess, num_jobs=jobs or 1)
     if dry_run:
         return
     num_left = sum(standing.todo != "nothing" for standing in standings.values())
-    look = f"look at them with: depthmix runs {shlex.quote(str(folder))}"
+    compare = f"compare them with: depthmix report {shlex.quote(str(folder))}"
     if not num_left:
-        say(console, f"all {len(runs)} runs are finished: there is nothing left to do; {look}")
+        say(console, f"all {len(runs)} runs are finished: there is nothing left to do; {compare}")
         return
     if corpus is None:
         made = prepare_once(vocab_size, console)
@@ -121,6 +126,7 @@ def sweep(
 
         parameters = parse_parameters(slurm)
         ids = submit_runs(runs, standings, folder, num_jobs=jobs, parameters=parameters, **options)
+        look = f"look at them with: depthmix runs {shlex.quote(str(folder))}"
         say(console, f"handed over {len(ids)} jobs, {ids[0]} to {ids[-1]}; {look}")
         return
     executor = Executor(runs, standings, folder, num_jobs=jobs or 1, **options)
@@ -133,7 +139,7 @@ def sweep(
     if mixed:
         say(console, mixed)
     end_sweep(summary, folder, num_left, again, console)
-    say(console, f"all {len(runs)} runs are finished; {look}")
+    say(console, f"all {len(runs)} runs are finished; {compare}")
 
 
 def parse_parameters(texts: Sequence[str]) -> dict[str, int | str]:
@@ -179,8 +185,9 @@ def print_plan(
     runs: Sequence["PlannedRun"],
     standings: Mapping[str, "Standing"],
     console: "Console",
-    *,
     speed: int | float | None,
+    is_guess: bool = False,
+    *,
     num_jobs: int,
 ) -> None:
     """A row for each run, and under them what all will take; `speed` is of all jobs together."""
@@ -208,6 +215,7 @@ def print_plan(
     told = f"{len(runs)} runs, {len(left)} to train, {format_flops(flops)}"
     if speed and left:
         told += f", about {format_duration(flops / speed)} at {speed / 1e12:.3g} TFLOP/s"
+        told += ", as the plan guesses" if is_guess else ""
     elif left:
         told += "; the time is known when a run has finished, or from --tflops"
     for line in filter(None, (description, table, told)):

@@ -173,6 +173,11 @@ def _follow(
         # bf16 logits would blur what is compared here
         hidden = found.hidden[0].to(model.head.weight.dtype)
         spread, missed = measure_predictions(model, hidden, targets.to(device))
+        if not spread.isfinite().all():
+            raise ValueError(
+                "this model's predictions are no numbers: its training diverged; choose another "
+                "--checkpoint, or another run"
+            )
         entropy += _round(spread)
         loss += [*_round(missed), *[None] * (len(spread) - len(missed))]
         for block, routing in zip(blocks, found.routings, strict=True):

@@ -96,12 +96,12 @@ def chart_relative_flops(fits: Sequence[Fit], colors: Colors) -> Chart:
         ys = [point.y for each in series for point in each.points]
         column = [Point(1.0, min(ys)), Point(1.0, max(ys))]
         guides = [Series("", 0, "guide", level), Series("", 0, "guide", column)]
-        x_label = "forward FLOPs a token, relative to the dense optimum"
+        x_label = f"forward FLOPs a token, relative to the {dense.variant} optimum"
         panels.append(Panel(_tell_budget(budget), x_label, "validation loss", [*guides, *series]))
     return Chart(
         "relative-flops",
         "Loss against forward FLOPs",
-        "The dotted lines cross at the dense optimum of the same budget: runs below the level line"
+        "The dotted lines cross at the optimum that the axis names: runs below the level line"
         " are better, runs left of the other are cheaper to use.",
         panels,
     )

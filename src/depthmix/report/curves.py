@@ -1,11 +1,11 @@
-"""A run's training losses as a curve that can be looked at: few points, each a mean.
+"""A run's records as curves that can be looked at; training losses as few points, each a mean.
 
 Knows records only, as `metrics.jsonl` holds them.
 """
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 CURVE_POINTS = 40
@@ -34,3 +34,11 @@ def thin_curve(
         for part in stretches.values()
     )
     return tuple(means)
+
+
+def follow_number(
+    records: Iterable[Mapping[str, Any]], name: str, num_steps: int
+) -> tuple[tuple[float, float], ...]:
+    """(share of the run, number) of every record that has it."""
+    found = ((record["step"] / num_steps, record.get(name)) for record in records)
+    return tuple((share, float(value)) for share, value in found if value is not None)

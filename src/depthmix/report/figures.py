@@ -1,11 +1,13 @@
 """Charts as PNG images, by matplotlib, which is loaded only here and only when it is needed."""
 
+import io
 import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from depthmix.describe import format_number
+from depthmix.files import replace_file
 from depthmix.plot import COLORS, INK, PALE
 from depthmix.report.shapes import Chart, Grid, Panel, Series
 from depthmix.report.ticks import list_log_ticks, spread_range
@@ -44,7 +46,9 @@ def draw_figures(charts: Iterable[Chart], folder: Path) -> list[Path]:
             shared = {"ncols": min(4, len(handles)), "frameon": False, "fontsize": 9}
             figure.legend(handles=handles, loc="outside lower center", labelcolor=INK, **shared)
         path = folder / f"{chart.key}.png"
-        figure.savefig(path)
+        image = io.BytesIO()
+        figure.savefig(image)
+        replace_file(path, image.getvalue())
         paths.append(path)
     return paths
 

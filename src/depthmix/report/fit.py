@@ -84,7 +84,7 @@ class Fit(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A variant's minimum beside the dense one of the same budget."""
+    """A variant's minimum beside the dense one of the same budget, see `find_dense`."""
 
     fit: Fit
     dense: Fit
@@ -185,8 +185,12 @@ def average_seeds(rows: Sequence[Row], measure: Callable[[Row], float | None]) -
 
 
 def find_dense(fits: Iterable[Fit], budget: float) -> Fit | None:
-    """The dense fit of a budget; where there are several kinds of dense models, the best."""
-    dense = [fit for fit in fits if fit.kind == "dense" and fit.budget == budget]
+    """The dense fit of a budget, or where there is none that of plain experts; of several the best.
+
+    Experts that all tokens go through are to a MoDE what a dense model is to a routed one.
+    """
+    plain = [fit for fit in fits if fit.kind in ("dense", "moe") and fit.budget == budget]
+    dense = [fit for fit in plain if fit.kind == "dense"] or plain
     return min(dense, key=lambda fit: fit.loss) if dense else None
 
 

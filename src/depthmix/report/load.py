@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from depthmix import flops
 from depthmix.config import ModelConfig
 from depthmix.recipe import Recipe, RunConfig
-from depthmix.report.curves import thin_curve
+from depthmix.report.curves import follow_number, thin_curve
 from depthmix.rundir import RunDir
 from depthmix.runs import RunSummary, list_runs
 
@@ -22,6 +22,8 @@ BUDGET_TOLERANCE = 0.02
 """Budgets so close, as a share, are one: a run spends whole steps."""
 NUM_POINTS = 20
 """Points of a curve that is made of batches, about."""
+MIN_VALIDATIONS = 5
+"""So many make a curve."""
 
 # what makes a model larger and not another kind of model
 SIZE_FIELDS = {
@@ -126,7 +128,7 @@ def load_runs(folder: str | Path) -> Runs:
             rows.append(_read_row(name, summary))
         except (OSError, ValueError) as error:
             left_out.append(LeftOut(name, "broken", str(error)))
-        except (AttributeError, LookupError, TypeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             reason = f"its files are not as training writes them: {error}"
             left_out.append(LeftOut(name, "broken", reason))
     budgets = group_budgets([row.budget for row in rows])
@@ -147,6 +149,9 @@ def _find_problem(run: RunSummary) -> str:
         return f"ended at step {run.step} of {run.num_steps or '?'}{told}"
     if run.val_loss_topk is None or not math.isfinite(run.val_loss_topk):
         return "it has no validation loss: its data has no validation split, or it diverged"
+    # one that is no number is written as none; top-k must not stand in for it
+    if RunDir(Path(run.path)).read_metrics("val")[-1].get("loss_causal", 0.0) is None:
+        return "its loss under causal decisions is no number"
     return ""
 
 
@@ -272,17 +277,16 @@ def _read_heads(model: ModelConfig, folder: RunDir, num_steps: int) -> Iterable[
         "expert_predictor": True,
         "expert_router": experts.aux_loss_weight > 0,
     }
-    records = folder.read_metrics("val")
-    if len(records) < 2:
-        # validated at its end alone: then some of its batches tell
+    sources = [folder.read_metrics("val")]
+    if len(sources[0]) < MIN_VALIDATIONS:
+        # validated seldom: then some of its batches tell
         train = folder.read_metrics("train")
-        records = train[:: max(1, len(train) // NUM_POINTS)]
+        sources.append(train[:: max(1, len(train) // NUM_POINTS)])
     for name in (name for name, used in trained.items() if used):
         curves = [
-            tuple(
-                (record["step"] / num_steps, float(value))
-                for record in records
-                if (value := record.get(f"{name}_{part}")) is not None
+            max(
+                (follow_number(each, f"{name}_{part}", num_steps) for each in sources),
+                key=len,
             )
             for part in ("precision", "recall")
         ]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from depthmix.describe import format_flops, format_number
+from depthmix.files import replace_file
 from depthmix.report.charts import list_charts
 from depthmix.report.figures import draw_figures
 from depthmix.report.fit import Comparison, Fit, compare_minima, fit_runs
@@ -48,7 +49,7 @@ def write_report(folder: str | Path, out: str | Path | None = None, command: str
     place.mkdir(parents=True, exist_ok=True)
     images = draw_figures(charts, place)
     page = place / PAGE
-    page.write_text(make_page(runs, fits, charts, command), encoding="utf-8")
+    replace_file(page, make_page(runs, fits, charts, command))
     return Report(page, images, runs, fits, compare_minima(fits))
 
 
@@ -82,8 +83,9 @@ def make_page(
 MINIMA_NOTE = (
     "The lowest loss of each variant at each budget: of a parabola in log(parameters) where it is "
     "bracketed, else of the best size tried, which says less. Differences are to the dense minimum "
-    "of the same budget; negative is better. Parity is the cheapest size that reaches the dense "
-    "minimum. Spread is the standard deviation over seeds at the best size."
+    "of the same budget, or to that of plain experts where no dense model was trained; negative is "
+    "better. Parity is the cheapest size that reaches that minimum. Spread is the standard "
+    "deviation over seeds at the best size."
 )
 SIZES_NOTE = (
     "Means over seeds. Where a size was run by several recipes, that with the lowest mean counts."
@@ -107,7 +109,7 @@ def tell_comparison(found: Comparison) -> str:
     fit, side = found.fit, "below" if found.percent < 0 else "above"
     sentence = (
         f"At {_tell_flops(fit.budget)} training FLOPs {fit.variant} is {abs(found.percent):.2f} % "
-        f"{side} dense ({fit.loss:.4f} against {found.dense.loss:.4f}), at "
+        f"{side} {found.dense.variant} ({fit.loss:.4f} against {found.dense.loss:.4f}), at "
         f"{100 * found.relative_flops:.0f} % of its forward FLOPs."
     )
     if found.is_sound:
@@ -139,7 +141,7 @@ def _list_minima(fits: Sequence[Fit], comparisons: Sequence[Comparison]) -> list
     compared = {(each.fit.budget, each.fit.variant): each for each in comparisons}
     table = [
         [
-            *("budget", "variant", "loss", "spread", "seeds", "against dense", "parameters"),
+            *("budget", "variant", "loss", "spread", "seeds", "difference", "parameters"),
             *("forward FLOPs", "relative", "at parity", "minimum"),
         ]
     ]

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from depthmix.files import replace_file
+
 FORMAT, VERSION = "depthmix trace", 1
 RULES = ("topk", "causal")
 _KEYS = ("model", "origin", "tokens", "texts", "window_starts", "num_added", "rules")
@@ -17,7 +19,7 @@ _KEYS = ("model", "origin", "tokens", "texts", "window_starts", "num_added", "ru
 def write_trace(trace: Mapping[str, Any], path: Path) -> None:
     """Write a trace, a line for each list so that it can be looked through."""
     check_trace(trace, str(path))
-    path.write_text(_to_lines(trace) + "\n", encoding="utf-8")
+    replace_file(path, _to_lines(trace) + "\n")
 
 
 def read_trace(path: Path) -> dict[str, Any]:

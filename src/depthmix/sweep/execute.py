@@ -22,6 +22,9 @@ from depthmix.sweep.plan import PlannedRun
 MAX_TRIES = 2
 POLL_SECONDS = 0.5
 
+# how `depthmix` ends where its user has to change something
+MISTAKE = 2
+
 # for runs to save, where the sweep itself has to end
 GRACE_SECONDS = 60.0
 
@@ -106,6 +109,8 @@ class Executor:
         self.failed: dict[str, list[str]] = {}
         self.signals: list[int] = []
         """What was received; the first is a wish, an interrupt after it kills."""
+        self.refusals: dict[str, str] = {}
+        """The last words of a run that was refused before its first step → its name."""
         self._has_passed_on = False
 
     def run(
@@ -143,7 +148,11 @@ class Executor:
     def _start(self, run: PlannedRun) -> None:
         path = self.folder / run.folder
         path.mkdir(parents=True, exist_ok=True)
-        resume = (path / "config.toml").exists()
+        config = path / "config.toml"
+        if not (path / "provenance.json").exists():
+            # killed while its folder was made: there is nothing to go on with
+            config.unlink(missing_ok=True)
+        resume = config.exists()
         told = list_arguments(run, path, resume=resume, data=self.data, device=self.device)
         self.num_tries[run.name] += 1
         log = open(path / LOG, "ab")  # noqa: SIM115 (closed when its process has ended)
@@ -181,6 +190,7 @@ class Executor:
             elif self.signals:
                 self.flops[run.name] = read_flops(path)
             elif self.num_tries[run.name] < MAX_TRIES:
+                self._check_refusal(job)
                 self.waiting.append(run)
             else:
                 code = job.process.returncode
@@ -188,6 +198,19 @@ class Executor:
                 # the line of the command is ours
                 lines = [line for line in read_log_end(path) if not line.startswith("$ depthmix")]
                 self.failed[run.name] = lines or [f"it printed nothing, and ended with {end}"]
+
+    def _check_refusal(self, job: _Job) -> None:
+        """End the sweep where two runs are refused with the same words, and none got through.
+
+        A GPU that is not there, or data that is gone, would be told of every run, twice.
+        """
+        path = self.folder / job.run.folder
+        if job.process.returncode != MISTAKE or self.finished or read_flops(path):
+            return
+        words = "".join(read_log_end(path, 1)).removeprefix("depthmix: ")
+        other = self.refusals.setdefault(words, job.run.name)
+        if other != job.run.name:
+            raise ValueError(f"{other} and {job.run.name} cannot be trained: {words}")
 
     def _measure(self) -> Progress:
         for job in self.jobs:

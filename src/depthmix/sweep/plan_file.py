@@ -16,7 +16,7 @@ DEFAULT_PRESET = "demo"
 DEFAULT_SCALE = "smoke"
 
 # what a plan may say at its top, in a scale, and beside a size's fields
-_SCALE_KEYS = ("budgets", "seeds", "sizes", "common", "variants", "vocab_size")
+_SCALE_KEYS = ("budgets", "seeds", "sizes", "common", "variants", "vocab_size", "tflops")
 _PLAN_KEYS = ("name", "description", "preset", "data", "scale", *_SCALE_KEYS)
 _SIZE_KEYS = ("name", "variants", "budgets", "seeds")
 
@@ -41,6 +41,8 @@ class Plan:
     """The scale's name; None where the plan has one size only."""
     vocab_size: int | None = None
     """Ids of the default corpus, where no data is named; None means as many as it has by itself."""
+    tflops: float | None = None
+    """TFLOP/s to expect of all jobs together, until runs have finished; None means unknown."""
 
 
 class Size(NamedTuple):
@@ -130,6 +132,7 @@ def read_plan(
         sizes=tuple(_read_size(size, tuple(variants), budgets, seeds) for size in sizes),
         scale=scale,
         vocab_size=_read_vocab_size(told.get("vocab_size")),
+        tflops=_read_tflops(told.get("tflops")),
     )
 
 
@@ -195,6 +198,14 @@ def _read_vocab_size(value: Any) -> int | None:
     if value is not None and (type(value) is not int or value < 1):
         raise ValueError(f"vocab_size = {value!r} must be a number of ids, such as 512")
     return value
+
+
+def _read_tflops(value: Any) -> float | None:
+    if value is None:
+        return None
+    if not _is_number(value) or not 0 < value < float("inf"):
+        raise ValueError(f"tflops = {value!r} must be TFLOP/s greater than 0, such as 0.02")
+    return float(value)
 
 
 def _is_number(value: Any) -> bool:
