@@ -150,8 +150,9 @@ class Runner:
             self._weights = single.stack_weights(self.model)
         if row is None:
             routed = single.make_routed_rows(config, self._weights, self.selector, size)
-            options = {"compile": self.compile, "routed": routed}
-            return DecodeStep(self.model, self.cache, self.selector, size, **options)
+            return DecodeStep(
+                self.model, self.cache, self.selector, size, compile=self.compile, routed=routed
+            )
         if self._single is None:
             pages = (self.cache.key.transpose(0, 1), self.cache.value.transpose(0, 1))
             self._single = single.make_single_step(config, self._weights, self.selector, *pages)

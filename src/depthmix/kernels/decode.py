@@ -165,7 +165,6 @@ def _decode(
             wait(counter, stage * plan.num_programs)
             pending = 0
 
-        score = 0.0
         if plan.selector == "router":  # noqa: SIM102
             if asks == 1:
                 row = router + route * plan.width

@@ -337,8 +337,7 @@ class RoutedRows:
         self.width, self.mlp_width = weights.embedding.shape[1], weights.w_mlp_out.shape[2]
         self.num_projected = weights.w_qkv.shape[1]
         self.kind_in = "swiglu" if weights.w_in.shape[1] == 2 * self.mlp_width else "gelu"
-        busy = min(num_rows, max(1, round(SLACK * capacity * num_rows)))
-        self.busy = busy
+        self.busy = min(num_rows, max(1, round(SLACK * capacity * num_rows)))
         w_in = weights.predictor_in if rules.selector == "predictor" else None
         self.num_units = 0 if w_in is None else w_in.shape[1]
 
