@@ -44,6 +44,13 @@ from depthmix.kernels.stages import (
 
 
 @jit
+def _load_numbers(layer, route_of_layer, lengths, lengths_stride, plan: tl.constexpr):
+    """Which routed block comes after this block, or -1, and how many tokens it holds."""
+    following = tl.cast(tl.minimum(layer + 1, plan.num_layers - 1), tl.int64)
+    return tl.load(route_of_layer + layer + 1), tl.load(lengths + following * lengths_stride)
+
+
+@jit
 def _decode(
     token,
     position,
@@ -122,17 +129,14 @@ def _decode(
     # the first keys and values of the block in `qkv`
     key, value = load_nothing(key_pages, heads), load_nothing(value_pages, heads)
     # numbers of the blocks to come are asked for a block ahead: addresses wait for them
-    route = tl.load(route_of_layer)
-    next_route = tl.load(route_of_layer + 1)
-    length = tl.load(lengths)
-    next_length = tl.load(lengths + tl.minimum(1, plan.num_layers - 1) * lengths_stride)
     layer = 0
+    route, length = tl.load(route_of_layer), tl.load(lengths)
+    next_route, next_length = _load_numbers(layer, route_of_layer, lengths, lengths_stride, plan)
     # whether it is known that the block runs
     settled = 0
     # A block that is kept after it was asked takes a second turn, for its queries and keys: the
     # same code does for both, because the loop has to fit into the cache of instructions.
     while layer < plan.num_layers:
-        layer_64 = tl.cast(layer, tl.int64)
         kept = 1
         asks = 0
         # whose queries and keys come next: a block that asks is most often skipped
@@ -203,76 +207,82 @@ def _decode(
         if (program == 0) & (route >= 0):
             tl.store(told + 1 + route, kept)
 
-        if (kept == 1) & (ready != layer):
-            settled = 1
-        else:
-            if kept == 1:
-                gate = 1.0
-                if router is not None:  # noqa: SIM102
-                    if route >= 0:
-                        row = router + route * plan.width
-                        score = score_token(x, row, plan.width, plan.block, plan.normalize)
-                        gate = apply_gate(score, gate_kind)
-                attend(
-                    key,
-                    value,
-                    qkv,
-                    phase,
-                    norm_query,
-                    norm_key,
-                    layer,
-                    eps,
-                    key_pages,
-                    value_pages,
-                    table + layer_64 * table_stride,
-                    length,
-                    mixed,
-                    part_top,
-                    part_sum,
-                    part_out,
-                    arrivals,
-                    heads,
-                )
-                stage += 1
-                arrive(counter)
-                w_out = w_attn_out + layer_64 * out_size
-                out_tile = load_first_tile(w_out, out_cut)
-                wait(counter, stage * plan.num_programs)
-                # everybody has read the length
-                if program == 0:
-                    tl.store(lengths + layer_64 * lengths_stride, length + 1)
+        if route >= 0:
+            alive = kept
+        settled = kept
+        if kept == 0:
+            # not by way of the loop: the next block may be ready, and all wait for it
+            layer += 1
+            route, length = next_route, next_length
+            next_route, next_length = _load_numbers(
+                layer, route_of_layer, lengths, lengths_stride, plan
+            )
+        if ready == layer:
+            layer_64 = tl.cast(layer, tl.int64)
+            gate = 1.0
+            if router is not None:  # noqa: SIM102
+                if route >= 0:
+                    row = router + route * plan.width
+                    score = score_token(x, row, plan.width, plan.block, plan.normalize)
+                    gate = apply_gate(score, gate_kind)
+            attend(
+                key,
+                value,
+                qkv,
+                phase,
+                norm_query,
+                norm_key,
+                layer,
+                eps,
+                key_pages,
+                value_pages,
+                table + layer_64 * table_stride,
+                length,
+                mixed,
+                part_top,
+                part_sum,
+                part_out,
+                arrivals,
+                heads,
+            )
+            stage += 1
+            arrive(counter)
+            w_out = w_attn_out + layer_64 * out_size
+            out_tile = load_first_tile(w_out, out_cut)
+            wait(counter, stage * plan.num_programs)
+            # everybody has read the length
+            if program == 0:
+                tl.store(lengths + layer_64 * lengths_stride, length + 1)
 
-                mix_heads(out_tile, w_out, mixed, update, out_cut)
-                stage += 1
-                arrive(counter)
-                w_up = w_in + layer_64 * in_size
-                norm_row = norm_mlp + layer_64 * plan.width
-                scale_D = load_norm(norm_row, True, in_cut)
-                in_tile = load_first_tile(w_up, in_cut)
-                wait(counter, stage * plan.num_programs)
+            mix_heads(out_tile, w_out, mixed, update, out_cut)
+            stage += 1
+            arrive(counter)
+            w_up = w_in + layer_64 * in_size
+            norm_row = norm_mlp + layer_64 * plan.width
+            scale_D = load_norm(norm_row, True, in_cut)
+            in_tile = load_first_tile(w_up, in_cut)
+            wait(counter, stage * plan.num_programs)
 
-                activate(in_tile, w_up, x, update, scale_D, norm_row, hidden, eps, in_cut)
-                stage += 1
-                arrive(counter)
-                w_down = w_mlp_out + layer_64 * down_size
-                down_tile = load_first_tile(w_down, down_cut)
-                wait(counter, stage * plan.num_programs)
+            activate(in_tile, w_up, x, update, scale_D, norm_row, hidden, eps, in_cut)
+            stage += 1
+            arrive(counter)
+            w_down = w_mlp_out + layer_64 * down_size
+            down_tile = load_first_tile(w_down, down_cut)
+            wait(counter, stage * plan.num_programs)
 
-                add_update(down_tile, w_down, hidden, update, gate, x, down_cut)
-                stage += 1
-                arrive(counter)
-                pending = 1
-                ready = -1
-                # so that no register holds them until then
-                key, value = load_nothing(key_pages, heads), load_nothing(value_pages, heads)
-            if route >= 0:
-                alive = kept
+            add_update(down_tile, w_down, hidden, update, gate, x, down_cut)
+            stage += 1
+            arrive(counter)
+            pending = 1
+            ready = -1
+            # so that no register holds them until then
+            key, value = load_nothing(key_pages, heads), load_nothing(value_pages, heads)
             settled = 0
             layer += 1
             route, length = next_route, next_length
-            next_route = tl.load(route_of_layer + layer + 1)
-            following = tl.minimum(layer + 1, plan.num_layers - 1)
-            next_length = tl.load(lengths + tl.cast(following, tl.int64) * lengths_stride)
+            next_route, next_length = _load_numbers(
+                layer, route_of_layer, lengths, lengths_stride, plan
+            )
 
     scale_D = load_norm(norm, True, head_cut)
     head_tile = load_first_tile(head, head_cut)
