@@ -52,7 +52,8 @@ def check(
 
 @pytest.mark.parametrize(("name", "selector"), causal_cases())
 def test_recorded_steps_equal_the_forward_pass(name: str, selector: str | None) -> None:
-    check(name, selector, max_batch=4)
+    runner = check(name, selector, max_batch=4).runner
+    assert any(step is not None for step in runner.prompts.values()) == runner.pads
 
 
 FUSED = [

@@ -19,6 +19,7 @@ class PastLayer:
     """What both kinds of layers share: stored tokens, and how many each row has seen."""
 
     compact: bool
+    most: int | None = None
     keys: Tensor | None
     values: Tensor | None
     store: LayerCache | None = None

@@ -68,6 +68,7 @@ class StaticLayer:
     """One layer's pages in such a step."""
 
     compact = False
+    most: int | None = None
 
     def __init__(self, cache: PagedCache, index: int, rows: Int[Tensor, " B"]) -> None:
         self.key, self.value, self.rows = cache.key, cache.value, rows

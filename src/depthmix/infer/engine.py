@@ -52,8 +52,9 @@ class Engine:
         requests wait, or give way, when it is taken. Prompts are computed `chunk_tokens` at a time
         beside the others' tokens. `invariant` computes each request apart, so that its numbers are
         the same to the last bit whoever else is there; unless given, so on a CPU. `seed` is for
-        requests that name none. `record` keeps decoding steps as CUDA graphs, unless given on a
-        GPU only; `compile` compiles them first: a minute more to begin with, then faster batches.
+        requests that name none. `record` keeps decoding steps, and new prompts of a size that comes
+        again, as CUDA graphs, unless given on a GPU only; `compile` compiles decoding steps first:
+        a minute more to begin with, then faster batches.
         """
         config = model.config
         sizes = {"max_batch": max_batch, "page_size": page_size, "chunk_tokens": chunk_tokens}
@@ -84,6 +85,7 @@ class Engine:
             choose_selector(config, selector),
             record=device.type == "cuda" if record is None else record,
             compile=compile,
+            pad=not self.invariant,
         )
         self._random = random.Random(seed)
         self._tracks: dict[int, Track] = {}

@@ -2,7 +2,8 @@
 
 Prompts, and on a CPU everything, stand one after the other in a single row, as packed documents
 do, so the model's own forward pass is all there is. On a GPU, tokens that are written one at a time
-go through a recorded step. Knows nothing of requests or of sampling.
+go through a recorded step, and so do new prompts of a size that comes again. Knows nothing of
+requests or of sampling.
 """
 
 from collections.abc import Sequence
@@ -15,10 +16,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthmix.config import ModelConfig
-from depthmix.infer.cache import PagedCache, Span, StepCache
+from depthmix.infer.cache import LayerUse, PagedCache, Span, StepCache
 from depthmix.infer.decode import DecodeStep, SingleKernel, SingleStep
 from depthmix.infer.depth import Usage
 from depthmix.infer.pages import Pages
+from depthmix.infer.prompt import PromptStep, can_record_prompts, choose_size
 from depthmix.infer.scheduler import Chunk
 from depthmix.kernels import HAS_TRITON
 from depthmix.nn import Transformer
@@ -50,9 +52,19 @@ class Runner:
     """A model with a paged cache."""
 
     def __init__(
-        self, model: Transformer, pages: Pages, selector: str | None, *, record: bool, compile: bool
+        self,
+        model: Transformer,
+        pages: Pages,
+        selector: str | None,
+        *,
+        record: bool,
+        compile: bool,
+        pad: bool = False,
     ) -> None:
-        """`record` keeps decoding steps as recorded ones, `compile` compiles those."""
+        """`record` keeps decoding steps as recorded ones, `compile` compiles those.
+
+        `pad` records new prompts too, which rounds differently.
+        """
         config, weight = model.config, model.embedding.weight
         self.model, self.selector, self.pages = model, selector, pages
         self.device, self.record, self.compile = weight.device, record, compile
@@ -64,6 +76,9 @@ class Runner:
         self.stored_line = {layer: first + i for i, layer in enumerate(config.routed_layers)}
         self.steps: dict[tuple[int, int], DecodeStep] = {}
         """By batch size; of one row, by its number too."""
+        self.prompts: dict[int, PromptStep | None] = {}
+        """By size; None where a prompt of that size came once, and recording would cost more."""
+        self.pads = record and pad and can_record_prompts(config)
         self._single: SingleKernel | None = None
         self._weights: Any = None
         # what the device's own input and lengths are, so that only news is sent
@@ -84,9 +99,44 @@ class Runner:
                 done |= zip(keys, compute(part), strict=True)
         return [done[work.chunk.key] for work in works]
 
-    @torch.inference_mode()
     def _run_prompts(self, works: Sequence[Work]) -> list[Done]:
+        """New prompts one by one where they are recorded, and all others together."""
         self._waiting = None
+        done = {work.chunk.key: self._run_recorded(work) for work in works if self.pads}
+        rest = [work for work in works if done.get(work.chunk.key) is None]
+        if rest:
+            keys = [work.chunk.key for work in rest]
+            done |= zip(keys, self._run_together(rest), strict=True)
+        return [outcome for work in works if (outcome := done[work.chunk.key]) is not None]
+
+    def _run_recorded(self, work: Work) -> Done | None:
+        """A new prompt padded to a size that came before; None where it must be computed else."""
+        chunk = work.chunk
+        if chunk.start > 0 or chunk.count == 1:
+            return None
+        size = choose_size(chunk.count, self.model.config.max_seq_len)
+        if size not in self.prompts:
+            self.prompts[size] = None
+            return None
+        step = self.prompts[size]
+        if step is None:
+            step = PromptStep(self.model, self.cache, self.selector, size)
+            self.prompts[size] = step
+        outputs = step.run(work.tokens, chunk.row)
+        if outputs is None:
+            return None
+        paths = [tuple(path) for path in outputs.taken[: chunk.count].tolist()]
+        kept = dict(zip(self.model.config.routed_layers, outputs.kept.tolist(), strict=True))
+        stored = [kept.get(layer, chunk.count) for layer in range(self.cache.num_layers)]
+        # each query sees its own key and all before
+        uses = [LayerUse(n, n, n * (n + 1) // 2) for n in stored]
+        asked = (None, None)
+        if chunk.samples:
+            asked = (outputs.logits.clone(), int(outputs.best))
+        return Done(*asked, stored, self._add_up(uses, 0), paths)
+
+    @torch.inference_mode()
+    def _run_together(self, works: Sequence[Work]) -> list[Done]:
         spans = [Span(w.chunk.row, w.chunk.start, w.chunk.count) for w in works]
         step = self.cache.view(spans)
         tokens = torch.tensor([[t for work in works for t in work.tokens]], device=self.device)
@@ -105,7 +155,7 @@ class Runner:
                 logits.get(number),
                 None,
                 [layer.uses[number].num_stored for layer in step.layers],
-                self._add_up(step, number, expert_pairs[number]),
+                self._add_up([layer.uses[number] for layer in step.layers], expert_pairs[number]),
                 paths[starts[number] : starts[number + 1]],
             )
             for number in range(len(works))
@@ -193,9 +243,8 @@ class Runner:
         asked = (logits[place], column[0]) if work.chunk.samples else (None, None)
         return Done(*asked, stored, used, [path])
 
-    def _add_up(self, step: StepCache, number: int, num_expert_pairs: int) -> Usage:
+    def _add_up(self, uses: Sequence[LayerUse], num_expert_pairs: int) -> Usage:
         """One span's use over all layers."""
-        uses = [layer.uses[number] for layer in step.layers]
         return Usage(
             num_visits=sum(use.num_queries for use in uses),
             num_routed_visits=sum(uses[i].num_queries for i in self.routed),

@@ -75,6 +75,8 @@ class AttentionCache(Protocol):
     compact: bool
     """Whether only kept tokens are gathered, and a block that nobody enters is not run: it saves
     their compute, but shapes change from call to call and the host waits to know them."""
+    most: int | None
+    """Otherwise, how many tokens can be kept, the first ones; None means all of them."""
 
     def attend(
         self,

@@ -26,6 +26,8 @@ class Stored(NamedTuple):
 class LayerCache:
     """One layer's keys and values; tokens are appended row by row, each row at its own end."""
 
+    most: int | None = None
+
     def __init__(
         self,
         batch_size: int,

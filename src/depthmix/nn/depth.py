@@ -148,7 +148,8 @@ class MixtureOfDepths(nn.Module):
         forced_BT = None
         if self.first_tokens:
             forced_BT = (place.positions < self.first_tokens).expand(x.shape[:2])
-        candidates = Candidates(present=place.valid, forced=forced_BT)
+        most = None if cache is None else cache.most
+        candidates = Candidates(present=place.valid, forced=forced_BT, most=most)
         decoding, compact = cache is not None, cache is not None and cache.compact
         x_BKD, x, place_BK, routing = self.decider(
             x,

@@ -58,6 +58,8 @@ class Candidates(NamedTuple):
     """Tokens that are kept whatever their score."""
     alive: Bool[Tensor, "B T"] | None = None
     """Tokens that have not left yet, for early exit."""
+    most: int | None = None
+    """A causal selector keeps no more than so many, the first ones."""
 
     def mask(self) -> Bool[Tensor, "B T"] | None:
         """Tokens that may be kept."""
@@ -95,7 +97,7 @@ def survivors(candidates: Candidates, previous: Routing | None) -> Candidates:
     """Early exit: only what the previous routed block kept; who leaves does not return."""
     if previous is None:
         return candidates
-    return Candidates(candidates.present, candidates.forced, alive=previous.slot >= 0)
+    return candidates._replace(alive=previous.slot >= 0)
 
 
 def token_choice(
@@ -119,7 +121,8 @@ def causal(scores: Float[Tensor, "B T"], candidates: Candidates, *, compact: boo
 
     There is a place for each token, because a limit that depends on the sequence's length would
     let the future decide. `compact` counts first, and makes as many places as the fullest row
-    fills: nothing is computed in vain, but the host waits for the count.
+    fills: nothing is computed in vain, but the host waits for the count. `most` places are for
+    those who look afterwards whether they were enough.
     """
     kept_BT, num_places = _want(scores, candidates), scores.shape[1]
     if compact and not torch.compiler.is_compiling():
@@ -131,6 +134,9 @@ def causal(scores: Float[Tensor, "B T"], candidates: Candidates, *, compact: boo
             # one row, and everybody in it
             index_BT = torch.arange(num_places, device=scores.device)[None]
             return Kept(index_BT, index_BT, None)
+    elif candidates.most is not None:
+        num_places = min(num_places, candidates.most)
+        kept_BT = kept_BT & (kept_BT.cumsum(dim=1) <= num_places)
     return _pack(kept_BT, num_places)
 
 
