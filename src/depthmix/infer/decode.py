@@ -23,6 +23,8 @@ from depthmix.nn.block import Update
 from depthmix.nn.routing import Routing
 from depthmix.nn.transformer import Hidden
 
+MOST_SIZES = 32
+
 
 class Outputs(NamedTuple):
     """What a step leaves on the device; the next one writes over it."""
@@ -174,9 +176,9 @@ class DecodeStep:
         return outputs
 
     def _tell(self, hidden: Hidden, best: Int[Tensor, " B"]) -> Int[Tensor, "lines B"]:
-        lines = [best]
-        lines += [routing.slot[0] >= 0 for routing in hidden.routings]
-        lines += [r.memory.slot[0] >= 0 for r in hidden.routings if r.memory is not None]
+        slots = [routing.slot[0] for routing in hidden.routings]
+        slots += [r.memory.slot[0] for r in hidden.routings if r.memory is not None]
+        lines = []
         routed = dict(zip(self.model.config.routed_layers, hidden.routings, strict=True))
         expert_layers = self.model.config.expert_layers
         for layer, routing in zip(expert_layers, hidden.expert_routings, strict=True):
@@ -185,8 +187,10 @@ class DecodeStep:
                 # places back to tokens
                 slot_B = routed[layer].slot[0]
                 pairs_K = torch.where(slot_B >= 0, pairs_K[slot_B.clamp(min=0)], 0)
-            lines.append(pairs_K)
-        return torch.stack([line.long() for line in lines])
+            lines.append(pairs_K.long())
+        # a few kernels for all blocks, not two for each
+        taken = (torch.stack(slots) >= 0).long().unbind() if slots else ()
+        return torch.stack([best, *taken, *lines])
 
     def _record(self) -> None:
         """Capture the step; what runs before changes nothing that anybody reads."""
@@ -248,7 +252,9 @@ class DecodeStep:
             elif self.compile:
                 layer.compile(fullgraph=True, dynamic=False)
         try:
-            yield
+            # each size of a batch is compiled apart, and torch would stop at eight
+            with torch._dynamo.config.patch(recompile_limit=MOST_SIZES):
+                yield
         finally:
             # prompts have as many shapes as lengths: they run as they are
             for layer in self.model.layers:

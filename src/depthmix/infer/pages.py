@@ -85,8 +85,7 @@ class Pages:
         if sum(missing for _, missing in short) > self.num_free:
             return False
         for layer, missing in short:
-            for _ in range(missing):
-                self._take_page(row, layer)
+            self._take_pages(row, layer, missing)
             self._grown[row].append(layer)
         self._room[row] = max(self._room[row], num_tokens)
         return True
@@ -104,8 +103,8 @@ class Pages:
             for layer in grown:
                 table = self.tables[row][layer]
                 needed = -(-lengths[layer] // self.page_size)
-                while len(table) > needed:
-                    self._free_page(table.pop())
+                self._free_pages(table[needed:])
+                del table[needed:]
                 room = min(room, needed * self.page_size - lengths[layer])
             grown.clear()
         self._room[row] = room
@@ -113,8 +112,8 @@ class Pages:
     def release(self, row: int) -> None:
         """Take everything back from a row: its layers are empty."""
         for table in self.tables[row]:
-            while table:
-                self._free_page(table.pop())
+            self._free_pages(table)
+            table.clear()
         self.lengths[row][:] = [0] * self.num_layers
         self._room[row] = 0
         self._grown[row].clear()
@@ -144,41 +143,49 @@ class Pages:
             if spare < num_tokens
         ]
 
-    def _take_page(self, row: int, layer: int) -> None:
-        """Append a free page to a table, the neighbour of its last page where that is free.
+    def _take_pages(self, row: int, layer: int, count: int) -> None:
+        """Append free pages to a table, the neighbours of its last page where those are free.
 
         Pages that follow each other can be read as one slice. So that tables do not grow into one
         another at once, each begins at a place of its own, as far from the others as possible.
         """
-        table = self.tables[row][layer]
-        index = len(table)
-        if index:
-            page = table[-1] + 1
-        else:
-            place = row * self.num_layers + layer
-            page = place * self.num_pages // (self.num_rows * self.num_layers)
-        if page == self.num_pages or self._owned[page]:
-            page = self._stack.pop()
-            self._stacked[page] = 0
-            while self._owned[page]:
+        table, owned = self.tables[row][layer], self._owned
+        while count > 0:
+            if table:
+                page = table[-1] + 1
+            else:
+                place = row * self.num_layers + layer
+                page = place * self.num_pages // (self.num_rows * self.num_layers)
+            if page == self.num_pages or owned[page]:
                 page = self._stack.pop()
                 self._stacked[page] = 0
-        self._owned[page] = 1
-        self.num_free -= 1
-        table.append(page)
+                while owned[page]:
+                    page = self._stack.pop()
+                    self._stacked[page] = 0
+            most = min(page + count, self.num_pages)
+            end = owned.find(1, page, most)
+            run = range(page, most if end < 0 else end)
+            owned[page : run.stop] = b"\1" * len(run)
+            self._note_changes(row, layer, run)
+            table.extend(run)
+            self.num_free -= len(run)
+            count -= len(run)
 
-        told = self._told[row][layer]
-        if index == len(told):
-            told.append(page)
-        elif told[index] != page:
-            told[index] = page
-        else:
+    def _note_changes(self, row: int, layer: int, pages: Sequence[int]) -> None:
+        """Remember that these come next in a table, where the device does not have them there."""
+        told, first = self._told[row][layer], len(self.tables[row][layer])
+        if told[first : first + len(pages)] == list(pages):
             return
-        self._changes[layer, row, index] = page
+        for index, page in enumerate(pages, first):
+            if told[index : index + 1] != [page]:
+                told[index : index + 1] = [page]
+                self._changes[layer, row, index] = page
 
-    def _free_page(self, page: int) -> None:
-        self._owned[page] = 0
-        self.num_free += 1
-        if not self._stacked[page]:
-            self._stacked[page] = 1
-            self._stack.append(page)
+    def _free_pages(self, pages: Sequence[int]) -> None:
+        """Take pages of a table back, its last first."""
+        self.num_free += len(pages)
+        for page in reversed(pages):
+            self._owned[page] = 0
+            if not self._stacked[page]:
+                self._stacked[page] = 1
+                self._stack.append(page)

@@ -43,9 +43,16 @@ class PromptLayer:
     compact = False
 
     def __init__(
-        self, cache: PagedCache, index: int, row: Int[Tensor, " 1"], most: int | None
+        self,
+        cache: PagedCache,
+        index: int,
+        row: Int[Tensor, " 1"],
+        slots: Int[Tensor, "2 T"],
+        most: int | None,
     ) -> None:
+        """`slots` are the pages of the first tokens, and their places there."""
         self.cache, self.table, self.row, self.most = cache, cache.tables[index], row, most
+        self.slots = slots
 
     def attend(
         self,
@@ -58,12 +65,11 @@ class PromptLayer:
         """Store what is real in order; nothing lies before it."""
         assert place is source
         assert place.valid is not None
-        size = self.cache.pages.page_size
-        slot_S = torch.arange(key.shape[1], device=key.device)
-        page_S = self.table.index_select(0, self.row)[0].index_select(0, slot_S // size)
+        number_S, slot_S = self.slots[:, : key.shape[1]]
+        page_S = self.table.index_select(0, self.row)[0].index_select(0, number_S)
         page_S = torch.where(place.valid[0], page_S, self.cache.nobodys_page)
         for pool, new in ((self.cache.key, key), (self.cache.value, value)):
-            pool[:, page_S, slot_S % size] = new[0].transpose(0, 1).to(pool.dtype)
+            pool[:, page_S, slot_S] = new[0].transpose(0, 1).to(pool.dtype)
         # empty places stand last, so causal order alone hides them
         return attend(query, key, value, None)
 
@@ -82,8 +88,10 @@ class PromptStep:
         self.tokens, self.row, self.count = self.inputs.split([size, 1, 1])
         self.positions = torch.arange(size, device=device)[None]
         most = self._limit_places(model.config)
+        page_size = cache.pages.page_size
+        slots = torch.stack([self.positions[0] // page_size, self.positions[0] % page_size])
         self.layers = [
-            PromptLayer(cache, index, self.row, most.get(index))
+            PromptLayer(cache, index, self.row, slots, most.get(index))
             for index in range(cache.num_layers)
         ]
         self.most = list(most.values())
@@ -139,8 +147,8 @@ class PromptStep:
             cache=self,
         )
         logits_V = self.model.head(hidden.hidden[0].index_select(0, self.count - 1))[0]
-        taken = [routing.slot[0] >= 0 for routing in hidden.routings]
-        taken_TR = torch.stack(taken, dim=1) if taken else present_1T.T[:, :0]
+        slots = [routing.slot[0] for routing in hidden.routings]
+        taken_TR = torch.stack(slots, dim=1) >= 0 if slots else present_1T.T[:, :0]
         return PromptOutputs(logits_V, logits_V.argmax(), taken_TR, taken_TR.sum(dim=0))
 
 
