@@ -111,7 +111,7 @@ def test_plans_of_the_package(name: str, num_smoke: int, num_gpu: int) -> None:
         assert min(run.num_steps for run in runs) >= 50
 
 
-def test_isoflop_brackets_its_guesses() -> None:
+def test_isoflop_sizes_stand_around_the_best() -> None:
     plan = load_plan("isoflop", "gpu")
     assert max(plan.budgets) == 10 * min(plan.budgets)
     # with so many ids the head is a small part of each model
@@ -120,17 +120,15 @@ def test_isoflop_brackets_its_guesses() -> None:
     for cell in cells:
         costs = [flops.flops_per_token(run.config.model) for run in cell]
         seeds = [run.config.train.seed for run in cell]
-        guess = costs[seeds.index(2)]
-        # it grows with the square root of the budget
-        expected = 25e6 * math.sqrt(cell[0].budget / 1e16)
-        assert guess == pytest.approx(expected, rel=0.15)
+        best = costs[seeds.index(2)]
+        # it grows with the square root of the budget, or somewhat faster
+        assert best == pytest.approx(26e6 * math.sqrt(cell[0].budget / 1e16), rel=0.2)
         costs = sorted(set(costs))
         # about geometric, down and up
-        assert len(costs) == 6
-        assert costs.index(guess) in (2, 3)
+        assert len(costs) >= 5
         assert all(1.15 < b / a < 1.85 for a, b in pairwise(costs))
-        assert 0.3 < costs[0] / expected < 0.6
-        assert 1.6 < costs[-1] / expected < 3.1
+        assert costs[0] < 0.8 * best
+        assert costs[-1] > 1.8 * best
         assert min(run.num_steps for run in cell) >= 400
 
 
