@@ -51,7 +51,7 @@ from depthmix.infer import Engine, SamplingParams
 from depthmix.nn import Transformer
 
 PARTS = ("compile", "transformers", "batch", "prefill", "energy", "generate")
-MIN_STEPS = 200
+MIN_STEPS, MIN_LAPS = 200, 3
 MAX_CORRECTIONS, SHARE_TOLERANCE = 1, 0.015
 BYTES_PER_SECOND = 4.8e12
 
@@ -214,6 +214,32 @@ class Bench:
             if self.profile:
                 print(f"{name}, batch {batch}, {model}\n{profile_step(step, self.device)}")
 
+    def measure_in_turn(self, name: str) -> None:
+        """Decoding on a CPU: a quarter of a lap of each model in turn.
+
+        What else the machine does then slows down both.
+        """
+        shape = SHAPES[name]
+        batch, context = shape.cases[0]
+        times: dict[str, list[float]] = {model: [] for model in ROUTING}
+        steps, shares = {}, []
+        for model in ROUTING:
+            network = make_model(make_config(model, shape), self.device, self.dtype, context)
+            steps[model] = prepare_at_rate(network, batch, context, shape.num_new)
+        for _ in range(4 * MIN_LAPS):
+            for model, step in steps.items():
+                for number in range(max(1, shape.num_new // 4)):
+                    start = time.perf_counter()
+                    taken = step()
+                    # the first one finds the other model in the processor's caches
+                    if number or shape.num_new < 8:
+                        times[model].append(1e6 * (time.perf_counter() - start))
+                    if taken is not None:
+                        shares.append(taken.float().mean().item())
+        for model, us in times.items():
+            share = statistics.fmean(shares) if model == "mod" else None
+            self.add("decode", name, what=model, batch=batch, **summarize(us), share=share)
+
     def measure_prefill(self, name: str, model: str, network: Transformer) -> None:
         num_tokens, config = SHAPES[name].prefill_tokens, network.config
         engine = Engine(network, max_batch=1, chunk_tokens=num_tokens)
@@ -249,7 +275,7 @@ class Bench:
         shape = SHAPES[name]
         config = make_config(model, shape)
         network = make_model(config, self.device, self.dtype, shape.cases[0][1])
-        for case in range(len(shape.cases)):
+        for case in range(len(shape.cases) if self.device == "cuda" else 0):
             part = "batch" if case else "decode"
             self.attempt(part, self.measure_decode, name, model, network, case)
         self.attempt("prefill", self.measure_prefill, name, model, network)
@@ -284,6 +310,8 @@ def main() -> None:
         # the compiled model goes before the next one comes
         del step
         bench.attempt("transformers", bench.measure_transformers, name)
+        if args.cpu:
+            bench.attempt("decode", bench.measure_in_turn, name)
         for model in ROUTING:
             bench.attempt("model", bench.measure_model, name, model)
         if not args.cpu:

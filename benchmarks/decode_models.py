@@ -36,7 +36,7 @@ def make_shape(width: int, layers: int, heads: int, vocabulary: int, *rest: obje
 SHAPES = {
     "large": make_shape(2048, 24, 16, 32768, ((1, 1024), (64, 2048)), 256, (1, 64), 2048),
     "small": make_shape(1024, 16, 8, 32768, ((1, 1024),), 256, (1, 64), 2048),
-    "cpu": make_shape(512, 12, 8, 4096, ((1, 128),), 64, (1,), 512),
+    "cpu": make_shape(512, 12, 8, 4096, ((1, 128),), 256, (1,), 512),
     "smoke": make_shape(64, 4, 2, 256, ((1, 16), (4, 32)), 8, (1, 4), 32),
 }
 ROUTING = {"dense": RoutingConfig(), "mod": RoutingConfig(strategy="expert_choice")}
