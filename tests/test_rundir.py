@@ -248,7 +248,7 @@ def test_status_is_replaced_whole(run: RunDir) -> None:
 
 def test_every_start_is_kept(run: RunDir) -> None:
     run.add_start({"step": 5, "where": Path("x")})
-    assert run.read_json("provenance.json")["starts"] == [{"seed": 1}, {"step": 5, "where": "x"}]
+    assert run.read_starts() == [{"seed": 1}, {"step": 5, "where": "x"}]
     # of a run that was killed while it was made
     (run.path / "provenance.json").unlink()
     run.add_start({"step": 0})
@@ -345,6 +345,16 @@ def git(folder: Path, *command: str) -> str:
         ["git", *settings, *command], cwd=folder, capture_output=True, text=True, check=True
     )
     return done.stdout.strip()
+
+
+@pytest.mark.parametrize("starts", ["none", [3], {"time": "now"}])
+def test_damaged_starts_are_a_sentence(tmp_path: Path, starts: object) -> None:
+    run = RunDir.create(tmp_path / "run", "", {"seed": 1})
+    (run.path / "provenance.json").write_text(json.dumps({"starts": starts}))
+    with pytest.raises(
+        ValueError, match=r"provenance\.json' is damaged: its starts are not a list"
+    ):
+        run.read_starts()
 
 
 def test_provenance_says_where_a_start_comes_from(

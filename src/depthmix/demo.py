@@ -177,7 +177,7 @@ def show_routing(console: Console, run: Trained, page: Path, device: str | None)
 def read_held_out(run: RunDir) -> str:
     """The validation document of a run's data that comes nearest to a page of text."""
     tokenizer = find_vocabulary(run).tokenizer
-    used = run.read_json("provenance.json")["starts"][-1]["data"]
+    used = run.read_starts()[-1]["data"]
     split = Corpus.open(used["folder"]).split("val")
     if not split.num_documents:
         raise ValueError(f"the data in {used['folder']} has no validation split")

@@ -86,8 +86,16 @@ class RunDir:
 
     def add_start(self, provenance: Mapping[str, Any]) -> None:
         """Note one more start of this run, with all that may have changed since the last."""
-        starts = [*self.read_json("provenance.json").get("starts", []), dict(provenance)]
+        starts = [*self.read_starts(), dict(provenance)]
         replace_file(self.path / "provenance.json", _to_json({"starts": starts}, indent=2))
+
+    def read_starts(self) -> list[dict[str, Any]]:
+        """What was noted at each start of this run, the first one first."""
+        starts = self.read_json("provenance.json").get("starts", [])
+        if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+            path = self.path / "provenance.json"
+            raise ValueError(f"'{path}' is damaged: its starts are not a list of objects")
+        return starts
 
     def write_status(
         self, state: State, *, step: int, num_steps: int, loss: float | None, reason: str = ""

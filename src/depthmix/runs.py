@@ -52,7 +52,7 @@ def _summarize(path: Path) -> RunSummary:
         run = RunDir.open(path)
         if "model" not in (config := run.read_config()):
             raise ValueError("its config.toml has no table [model]")
-        status, provenance = run.read_json("status.json"), run.read_json("provenance.json")
+        status, starts = run.read_json("status.json"), run.read_starts()
         last = {record.get("kind"): record for record in run.read_metrics()}
         train, val, state = last.get("train", {}), last.get("val", {}), status.get("state")
         if state in (None, "running"):
@@ -62,7 +62,7 @@ def _summarize(path: Path) -> RunSummary:
             path=str(path),
             state=state,
             reason=status.get("reason", ""),
-            started=provenance.get("starts", [{}])[0].get("time", ""),
+            started=starts[0].get("time", "") if starts else "",
             updated=status.get("updated", ""),
             step=max(status.get("step", 0), train.get("step", 0)),
             num_steps=status.get("num_steps"),

@@ -158,7 +158,7 @@ def find_vocabulary(run: RunDir, given: str | None = None) -> Vocabulary:
         if (Path(given) / MANIFEST_FILE).is_file():
             return _read_data(Path(given), read_manifest(Path(given)))
         return _read_tokenizer(given)
-    starts = run.read_json("provenance.json").get("starts", [])
+    starts = run.read_starts()
     if (run.path / TOKENIZER_FILE).is_file():
         return _read_copy(run.path / TOKENIZER_FILE, starts[-1]["data"] if starts else {})
     if not starts:

@@ -97,7 +97,10 @@ def test_mistakes_end_in_a_sentence(
         ((str(run), "--text", text, "--data", "data"), "and not both"),
         ((str(run), "--text", text, "--batch", "0"), "--batch 0 must be at least 1"),
         ((str(run), "--text", text, "--device", "tpu"), "neither cpu nor cuda"),
-        ((str(run), "--text", text, "--selector", "magic"), "there is no selector 'magic'"),
+        ((str(run), "--tasks", "x", "--selector", "magic"), "there is no selector 'magic'"),
+        ((str(run), "--text", text, "--limit", "3"), "--limit is for --tasks: name some"),
+        ((str(run), "--fewshot", "1", "--selector", "all"), "--fewshot, --selector is for"),
+        ((str(run), "--tasks", "x", "--seq-len", "8"), "--seq-len is for --text or --data"),
         ((str(run), "--text", text, "--max-tokens", "0"), "--max-tokens 0 must be"),
     ):
         assert main(["eval", *args]) == 2

@@ -98,6 +98,7 @@ def test_what_is_wrong_is_said(run: Path, words: Path, tmp_path: Path, ask: Ask)
         (("trace", run, "--text", words, "--max-tokens", 0), "--max-tokens 0 must be"),
         (("trace", run, "--text", words, "--checkpoint", 3), "has no checkpoint '3'"),
         (("trace", run, "--text", words, "--out", tmp_path), "is a folder: name a file"),
+        (("trace", run, "--text", words, "--out", "-"), "not to the terminal: name one"),
         (("trace", run, "--text", words, "--out", tmp_path / "a/b"), "there is no folder"),
         (("trace", run), "Missing option '--text'"),
         (("view", run), "say with --text FILE what its model shall read"),

@@ -85,6 +85,17 @@ def evaluate(
             raise ValueError(f"{name} {value} must be at least 1")
     if text and data is not None:
         raise ValueError("give --text or --data, and not both")
+    reads = bool(text) or data is not None or not tasks
+    for_tasks = {"--include": include, "--fewshot": fewshot, "--limit": limit}
+    for_tasks |= {"--selector": selector}
+    for_text = {"--max-tokens": max_tokens, "--seq-len": seq_len}
+    for options, unused, told in (
+        (for_tasks, not tasks, "for --tasks: name some, or leave it out"),
+        (for_text, not reads, "for --text or --data: give one of them, or leave it out"),
+    ):
+        given = [name for name, value in options.items() if value not in (None, [])]
+        if unused and given:
+            raise ValueError(f"{', '.join(given)} is {told}")
     from depthmix.cli.opening import open_model, open_vocabulary
 
     source = open_model(model)
@@ -93,7 +104,7 @@ def evaluate(
         raise ValueError(f"--selector {selector}: {problem}")
     vocabulary = open_vocabulary(model, tokenizer) if text or tasks else None
     stream = None
-    if text or data is not None or not tasks:
+    if reads:
         stream = read_stream(model, text or [], data, vocabulary, max_tokens)
     network = load(source, device)
     found: dict[str, Any] = {"model": str(model)}
@@ -136,7 +147,7 @@ def read_stream(
     from depthmix.rundir import RunDir
 
     if data is None:
-        starts = RunDir(model).read_json("provenance.json").get("starts", [])
+        starts = RunDir(model).read_starts()
         used = starts[-1]["data"] if starts else {}
         if not used.get("hash"):
             raise ValueError(

@@ -173,6 +173,8 @@ def _explain_damage(trace: Path) -> Iterator[None]:
 
 def _check_folder(out: Path) -> None:
     """Refuse a place that cannot be written, before the work and not after it."""
+    if str(out) == "-":
+        raise ValueError("--out writes a file, not to the terminal: name one")
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder: name a file")
     if not out.parent.is_dir():

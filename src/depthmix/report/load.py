@@ -188,7 +188,7 @@ def _read_row(name: str, summary: RunSummary) -> Row:
         model=model.to_json(),
         recipe=_tell_recipe(config.train),
         settings=list_settings(model),
-        provenance=(folder.read_json("provenance.json").get("starts") or [{}])[0],
+        provenance=next(iter(folder.read_starts()), {}),
     )
 
 

@@ -115,7 +115,7 @@ def measure_speed(runs: Sequence[PlannedRun], folder: Path) -> float | None:
         if not is_finished(opened.path, run.num_steps):
             continue
         try:
-            starts = opened.read_json("provenance.json")["starts"]
+            starts = opened.read_starts()
             ended = opened.read_json("status.json")["updated"]
             if len(starts) == 1:
                 began = datetime.fromisoformat(starts[0]["time"])
@@ -132,7 +132,7 @@ def find_mixed_data(runs: Sequence[PlannedRun], folder: Path) -> str | None:
     used: dict[str, str] = {}
     for run in runs:
         try:
-            start = RunDir(folder / run.folder).read_json("provenance.json")["starts"][0]
+            start = RunDir(folder / run.folder).read_starts()[0]
             used.setdefault(str(start["data"]["hash"]), run.name)
         except (LookupError, TypeError, ValueError):
             continue

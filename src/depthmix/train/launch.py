@@ -97,7 +97,7 @@ def _resume(
     plan: Plan, path: Path, world: World, ranks: Ranks, console: Console
 ) -> tuple[Outcome, RunDir]:
     folder = RunDir.open(path)
-    starts = folder.read_json("provenance.json").get("starts", [])
+    starts = folder.read_starts()
     if not starts:
         raise ValueError(f"'{path}' was stopped before it began: remove it, and start it anew")
     if starts[-1]["data"].get("upcycled"):
