@@ -317,7 +317,7 @@ def main() -> None:
         if not args.cpu:
             bench.measure_ideals(name)
     print_tables(bench.rows)
-    device = f"{platform.processor()}, {torch.get_num_threads()} threads"
+    device = f"{(platform.processor() or platform.machine())}, {torch.get_num_threads()} threads"
     device = device if args.cpu else torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, Python {platform.python_version()}")
     sys.exit(f"{bench.num_failed} parts failed" if bench.num_failed else 0)

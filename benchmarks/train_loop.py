@@ -119,7 +119,11 @@ def main() -> None:
             f"| {row['tokens_per_second']:,.0f} | {row['tflops']:.0f} "
             f"| {rows[0]['ms'] / row['ms']:.3f} | {row['memory_gib']:.1f} |"
         )
-    where = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
+    where = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else (platform.processor() or platform.machine())
+    )
     print(f"{where}, torch {torch.__version__}, Python {platform.python_version()}")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))

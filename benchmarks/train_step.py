@@ -156,7 +156,11 @@ def print_table(rows: list[dict], device: str) -> None:
             f"| {row['tflops_half']:.0f} | {dense['ms'] / row['ms']:.3f} "
             f"| {dense['flops_half'] / row['flops_half']:.3f} | {row['peak_gib']:.1f} |"
         )
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
+    name = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else (platform.processor() or platform.machine())
+    )
     print(f"{name}, torch {torch.__version__}, Python {platform.python_version()}", flush=True)
 
 

@@ -3,7 +3,7 @@
     python benchmarks/trained.py runs/isoflop/4e15/{dense/w192-l8-s0,mod/w192-l14-s0}
     python benchmarks/trained.py RUN RUN --cpu --batch 1 --tokens 64 --json out.json
 
-For each run: milliseconds of a training step of its own batch, alone on the device (AdamW; on a GPU
+For each run: milliseconds of a training step of its own batch, alone on the device (on a GPU
 compiled, in bf16 and as a CUDA graph). Then, with its weights, microseconds a token through the
 whole engine at temperature 1 from the beginning of a document, the share of blocks that were run,
 the most bytes of keys and values in use, and Joules a token where the driver tells.
@@ -25,21 +25,26 @@ from depthmix.nn import Transformer
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 from depthmix.sampler import open_sampler
+from depthmix.train.optim import make_optimizers
 from depthmix.train.step import TrainStep
 
 NUM_STEPS = 60
 
 
 def time_training(recipe: RunConfig, device: str) -> float:
-    """Milliseconds of a step of the run's own shape."""
+    """Milliseconds of a step of the run's own shape, with its own optimiser."""
     config, on_gpu = recipe.model, device == "cuda"
     size = (recipe.train.batch_size, config.max_seq_len + 1)
     tokens = torch.randint(config.vocab_size, size, device=device)
     with torch.device(device):
         network = Transformer(config)
-    optimizer = torch.optim.AdamW(network.parameters(), fused=True, capturable=on_gpu)
+    if on_gpu:
+        # one by one: equal layers share their code, which is there in seconds
+        for layer in network.layers:
+            layer.compile(fullgraph=True)
+    optimizers = make_optimizers(network, recipe.train, capturable=on_gpu)
     precision = torch.bfloat16 if on_gpu else None
-    step = TrainStep(network, optimizer, precision=precision, compile=on_gpu, cuda_graph=on_gpu)
+    step = TrainStep(network, optimizers, precision=precision, cuda_graph=on_gpu)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     if on_gpu:
         return statistics.median(time_steps(lambda: step(*batch), device, NUM_STEPS)) / 1e3
@@ -122,12 +127,19 @@ def main() -> None:
             "forward_flops": flops.forward_flops(config) / config.max_seq_len,
             "ms_per_step": time_training(recipe, device),
         }
+        print(f"{path}: a step takes {about['ms_per_step']:.2f} ms", file=sys.stderr, flush=True)
         for batch in args.batch:
             rows.append(about | measure_sampling(path, device, batch, args.tokens, meter))
+            told = f"{rows[-1]['us_per_token']:.1f} µs a token, {batch} at a time"
+            print(f"{path}: {told}", file=sys.stderr, flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
     print_table(rows)
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
+    name = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else (platform.processor() or platform.machine())
+    )
     print(f"\n{name}, torch {torch.__version__}, Python {platform.python_version()}")
 
 

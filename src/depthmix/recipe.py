@@ -89,7 +89,7 @@ class Recipe:
     """Compile block by block and not the model as a whole: equal blocks are compiled once, so a
     short run starts much sooner; its steps are a little slower."""
     cuda_graph: bool | None = None
-    """Replay a whole step as one CUDA graph. Empty means: on one GPU with AdamW."""
+    """Replay a whole step as one CUDA graph. Empty means: on one compiled GPU."""
     checkpoint_activations: bool = False
     """Compute activations a second time in the backward pass, to save memory."""
     shard_size: int | None = None

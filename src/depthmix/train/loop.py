@@ -99,7 +99,7 @@ class Trainer:
         add_adapters(self.model, recipe)
         # the same weights on every process, and from here on random numbers of its own
         seed_rng(recipe.seed, world.rank, 0)
-        can_record = alone and compiled and device.type == "cuda" and recipe.optimizer == "adamw"
+        can_record = alone and compiled and device.type == "cuda"
         graph = can_record if recipe.cuda_graph is None else recipe.cuda_graph
         self.optimizers = make_optimizers(self.model, recipe, capturable=graph)
         self.step = TrainStep(
