@@ -240,15 +240,16 @@ class Bench:
             share = statistics.fmean(shares) if model == "mod" else None
             self.add("decode", name, what=model, batch=batch, **summarize(us), share=share)
 
-    def measure_prefill(self, name: str, model: str, network: Transformer) -> None:
+    def measure_prefill(self, name: str, model: str, network: Transformer, compile: bool) -> None:
         num_tokens, config = SHAPES[name].prefill_tokens, network.config
-        engine = Engine(network, max_batch=1, chunk_tokens=num_tokens)
+        engine = Engine(network, max_batch=1, chunk_tokens=num_tokens, compile=compile)
         prompt, params = draw_prompts(config, 1, num_tokens), SamplingParams(max_tokens=1)
         times = [time_call(lambda: engine.generate(prompt, params), self.device) for _ in range(8)]
         # the first ones build what later ones use again
         ms = 1e3 * statistics.median(times[3:])
         count = flops.forward_flops(config, seq_len=num_tokens, causal_half=True)
-        self.add("prefill", name, what=model, num_tokens=num_tokens, ms=ms, flops=count)
+        measured = {"num_tokens": num_tokens, "ms": ms, "flops": count, "compiled": compile}
+        self.add("prefill", name, what=model, **measured)
 
     def measure_generate(self, name: str, model: str, network: Transformer, number: int) -> None:
         shape, config = SHAPES[name], network.config
@@ -278,7 +279,9 @@ class Bench:
         for case in range(len(shape.cases) if self.device == "cuda" else 0):
             part = "batch" if case else "decode"
             self.attempt(part, self.measure_decode, name, model, network, case)
-        self.attempt("prefill", self.measure_prefill, name, model, network)
+        # only recorded prompts are compiled, and only a GPU records
+        for compile in (False, True) if self.device == "cuda" else (False,):
+            self.attempt("prefill", self.measure_prefill, name, model, network, compile)
         for number in shape.num_prompts:
             self.attempt("generate", self.measure_generate, name, model, network, number)
 

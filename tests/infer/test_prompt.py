@@ -28,11 +28,13 @@ STATIC_CASES = [case for case in CASES if has_static_shapes(case[0])]
 class Bench:
     """A runner whose cache holds nothing that may be read."""
 
-    def __init__(self, model: Transformer, selector: str | None, num_rows: int) -> None:
+    def __init__(
+        self, model: Transformer, selector: str | None, num_rows: int, *, compile: bool = False
+    ) -> None:
         config = model.config
         self.model, self.selector = model.requires_grad_(False), selector
         self.pages = Pages(60 * config.num_layers, PAGE, config.num_layers, num_rows)
-        self.runner = Runner(model, self.pages, selector, record=True, compile=False, pad=True)
+        self.runner = Runner(model, self.pages, selector, record=True, compile=compile, pad=True)
         self.cache = self.runner.cache
         self.cache.key.fill_(torch.nan)
         self.cache.value.fill_(torch.nan)
@@ -69,6 +71,28 @@ def test_a_recorded_prompt_equals_the_full_pass(name: str, selector: str | None)
         for place in (length, length + 1):
             done = bench.run(row, tokens, place, place + 1)
             torch.testing.assert_close(done.logits, output.logits[0, place])
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["mod", "dense_mha_qk_norm_untied"])
+def test_a_compiled_prompt_equals_the_full_pass(name: str) -> None:
+    """And one of another size that comes later, and the tokens that follow."""
+    torch._dynamo.reset()
+    model = make_model(name)
+    selector = model.config.causal_selector
+    bench = Bench(model, selector, 4, compile=True)
+    graphs = torch._dynamo.utils.counters["stats"]
+    for row, length in enumerate([SIZE, SIZE - 1, SIZE + 8, SIZE + 7]):
+        tokens = make_tokens(model.config, length + 1, seed=row)
+        output = model(tokens[None], selector=selector)
+        for start, stop in ((0, length), (length, length + 1)):
+            before = graphs["unique_graphs"]
+            done = bench.run(row, tokens, start, stop)
+            # once for each kind of layer: the second prompt of a size, and the first token
+            new = row in (1, 3) if start == 0 else row == 0
+            assert (graphs["unique_graphs"] > before) == new
+            torch.testing.assert_close(done.logits, output.logits[0, stop - 1])
+    torch._dynamo.reset()
 
 
 def test_padding_is_written_to_nobodys_page() -> None:

@@ -5,8 +5,8 @@ host neither launches kernels nor is asked anything. Elsewhere the same step run
 is how it is tested. Knows nothing of requests or of sampling, beyond the best token.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -23,7 +23,7 @@ from depthmix.nn.block import Update
 from depthmix.nn.routing import Routing
 from depthmix.nn.transformer import Hidden
 
-MOST_SIZES = 32
+MOST_SHAPES = 64
 
 
 class Outputs(NamedTuple):
@@ -64,6 +64,32 @@ class RoutedKernel(Protocol):
         table: Tensor,
         lengths: Tensor,
     ) -> Int[Tensor, " B"]: ...
+
+
+@contextmanager
+def compiled_layers(
+    model: Transformer,
+    *,
+    compile: bool,
+    replaced: Mapping[int, Callable[..., object]] | None = None,
+) -> Iterator[None]:
+    """Layers run compiled inside, one by one, so that equal ones share their code.
+
+    `replaced` are called in the place of the layers of these numbers.
+    """
+    for index, layer in enumerate(model.layers):
+        if replaced and index in replaced:
+            layer._compiled_call_impl = replaced[index]
+        elif compile:
+            layer.compile(fullgraph=True, dynamic=False)
+    try:
+        # each size of a batch or a prompt is compiled apart, and torch would stop at eight
+        with torch._dynamo.config.patch(recompile_limit=MOST_SHAPES):
+            yield
+    finally:
+        # what is not recorded has as many shapes as lengths, and runs as it is
+        for layer in model.layers:
+            layer._compiled_call_impl = None
 
 
 class StaticLayer:
@@ -242,23 +268,10 @@ class DecodeStep:
         )
         return x, routing, Update(x[:, :0], None)
 
-    @contextmanager
-    def _compiled(self) -> Iterator[None]:
-        """Layers run compiled inside, one by one, so that equal ones share their code."""
+    def _compiled(self) -> AbstractContextManager[None]:
         routed = self.model.config.routed_layers if self.routed is not None else ()
-        for index, layer in enumerate(self.model.layers):
-            if index in routed:
-                layer._compiled_call_impl = partial(self._run_routed, index)
-            elif self.compile:
-                layer.compile(fullgraph=True, dynamic=False)
-        try:
-            # each size of a batch is compiled apart, and torch would stop at eight
-            with torch._dynamo.config.patch(recompile_limit=MOST_SIZES):
-                yield
-        finally:
-            # prompts have as many shapes as lengths: they run as they are
-            for layer in self.model.layers:
-                layer._compiled_call_impl = None
+        replaced = {index: partial(self._run_routed, index) for index in routed}
+        return compiled_layers(self.model, compile=self.compile, replaced=replaced)
 
 
 class SingleStep(DecodeStep):

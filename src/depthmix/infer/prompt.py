@@ -16,6 +16,7 @@ from torch import Tensor
 
 from depthmix.config import ModelConfig
 from depthmix.infer.cache import PagedCache
+from depthmix.infer.decode import compiled_layers
 from depthmix.kernels.recording import record_graph
 from depthmix.nn import Transformer
 from depthmix.nn.attention import Place, attend
@@ -67,7 +68,8 @@ class PromptLayer:
         assert place.valid is not None
         number_S, slot_S = self.slots[:, : key.shape[1]]
         page_S = self.table.index_select(0, self.row)[0].index_select(0, number_S)
-        page_S = torch.where(place.valid[0], page_S, self.cache.nobodys_page)
+        # 64 bits: compiled code would find a page beyond 2 GiB by 32
+        page_S = torch.where(place.valid[0], page_S.long(), self.cache.nobodys_page)
         for pool, new in ((self.cache.key, key), (self.cache.value, value)):
             pool[:, page_S, slot_S] = new[0].transpose(0, 1).to(pool.dtype)
         # empty places stand last, so causal order alone hides them
@@ -78,10 +80,17 @@ class PromptStep:
     """Computes a prompt of up to `size` tokens from its beginning, in any row of a cache."""
 
     def __init__(
-        self, model: Transformer, cache: PagedCache, selector: str | None, size: int
+        self,
+        model: Transformer,
+        cache: PagedCache,
+        selector: str | None,
+        size: int,
+        *,
+        compile: bool = False,
     ) -> None:
+        """`compile` compiles the layers."""
         device = cache.tables.device
-        self.model, self.selector, self.size = model, selector, size
+        self.model, self.selector, self.size, self.compile = model, selector, size, compile
         self.inputs = torch.zeros(size + 2, device=device, dtype=torch.long)
         """The tokens, their row in the cache, and how many are real."""
         self.inputs[-1] = 1
@@ -126,11 +135,13 @@ class PromptStep:
             new = new.pin_memory()
         self.inputs.copy_(new, non_blocking=True)
         if not self.inputs.is_cuda:
-            outputs = self._step()
+            with compiled_layers(self.model, compile=self.compile):
+                outputs = self._step()
         else:
             if self.graph is None:
-                # what runs before writes what the first replay writes again
-                self.graph, self.outputs = record_graph(self._step)
+                with compiled_layers(self.model, compile=self.compile):
+                    # what runs before writes what the first replay writes again
+                    self.graph, self.outputs = record_graph(self._step)
             self.graph.replay()
             outputs = self.outputs
         assert outputs is not None

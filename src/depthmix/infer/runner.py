@@ -120,7 +120,7 @@ class Runner:
             return None
         step = self.prompts[size]
         if step is None:
-            step = PromptStep(self.model, self.cache, self.selector, size)
+            step = PromptStep(self.model, self.cache, self.selector, size, compile=self.compile)
             self.prompts[size] = step
         outputs = step.run(work.tokens, chunk.row)
         if outputs is None:
