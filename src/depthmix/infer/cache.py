@@ -44,15 +44,12 @@ class PagedCache:
         self.pages = pages
         self.num_layers = config.num_layers
         num_heads, head_width = config.shape.num_kv_heads, config.shape.head_width
-        self.nobodys_page = pages.num_pages
-        """For steps that write more than there is."""
-        num_pages = pages.num_pages + 1
         if device.type == "cpu":
             # a head's pages beside each other: gathering them gives attention its own layout
-            shape = (num_heads, num_pages, pages.page_size, head_width)
+            shape = (num_heads, pages.num_pages, pages.page_size, head_width)
             self.key, self.value = (torch.zeros(shape, dtype=dtype) for _ in range(2))
         else:
-            shape = (num_pages, num_heads, pages.page_size, head_width)
+            shape = (pages.num_pages, num_heads, pages.page_size, head_width)
             self.key, self.value = (
                 torch.zeros(shape, device=device, dtype=dtype).transpose(0, 1) for _ in range(2)
             )

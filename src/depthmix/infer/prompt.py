@@ -17,6 +17,7 @@ from torch import Tensor
 from depthmix.config import ModelConfig
 from depthmix.infer.cache import PagedCache
 from depthmix.infer.decode import compiled_layers
+from depthmix.kernels import store_prompt
 from depthmix.kernels.recording import record_graph
 from depthmix.nn import Transformer
 from depthmix.nn.attention import Place, attend
@@ -44,16 +45,10 @@ class PromptLayer:
     compact = False
 
     def __init__(
-        self,
-        cache: PagedCache,
-        index: int,
-        row: Int[Tensor, " 1"],
-        slots: Int[Tensor, "2 T"],
-        most: int | None,
+        self, cache: PagedCache, index: int, row: Int[Tensor, " 1"], most: int | None
     ) -> None:
-        """`slots` are the pages of the first tokens, and their places there."""
-        self.cache, self.table, self.row, self.most = cache, cache.tables[index], row, most
-        self.slots = slots
+        self.key, self.value, self.table = cache.key, cache.value, cache.tables[index]
+        self.row, self.most = row, most
 
     def attend(
         self,
@@ -66,12 +61,8 @@ class PromptLayer:
         """Store what is real in order; nothing lies before it."""
         assert place is source
         assert place.valid is not None
-        number_S, slot_S = self.slots[:, : key.shape[1]]
-        page_S = self.table.index_select(0, self.row)[0].index_select(0, number_S)
-        # 64 bits: compiled code would find a page beyond 2 GiB by 32
-        page_S = torch.where(place.valid[0], page_S.long(), self.cache.nobodys_page)
-        for pool, new in ((self.cache.key, key), (self.cache.value, value)):
-            pool[:, page_S, slot_S] = new[0].transpose(0, 1).to(pool.dtype)
+        new = (key[0], value[0], place.valid[0])
+        store_prompt(*new, self.row, self.key, self.value, self.table)
         # empty places stand last, so causal order alone hides them
         return attend(query, key, value, None)
 
@@ -97,10 +88,8 @@ class PromptStep:
         self.tokens, self.row, self.count = self.inputs.split([size, 1, 1])
         self.positions = torch.arange(size, device=device)[None]
         most = self._limit_places(model.config)
-        page_size = cache.pages.page_size
-        slots = torch.stack([self.positions[0] // page_size, self.positions[0] % page_size])
         self.layers = [
-            PromptLayer(cache, index, self.row, slots, most.get(index))
+            PromptLayer(cache, index, self.row, most.get(index))
             for index in range(cache.num_layers)
         ]
         self.most = list(most.values())

@@ -1,4 +1,4 @@
-"""The Triton version of `paged.attend_pages`: three small kernels that never ask the host.
+"""The Triton versions of what `paged` does: small kernels that never ask the host.
 
 A row's context is cut into parts that are read side by side, because one program cannot read a
 long context fast enough; with few rows there are more parts.
@@ -57,6 +57,42 @@ def _append(
         tl.store(value_pages + to, new.to(value_pages.dtype.element_ty), mask=inside)
         # nobody else looks at this row before the next kernel
         tl.store(lengths + row, length + 1)
+
+
+@jit
+def _store(
+    key,
+    value,
+    valid,
+    row,
+    key_pages,
+    value_pages,
+    table,
+    key_place,
+    key_head,
+    value_place,
+    value_head,
+    page_head,
+    page_page,
+    page_token,
+    most_pages,
+    num_heads,
+    head_width: tl.constexpr,
+    page_size: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_width: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64)
+    if tl.load(valid + slot):
+        page = tl.load(table + tl.load(row) * most_pages + slot // page_size).to(tl.int64)
+        head = tl.arange(0, block_heads)[:, None]
+        column = tl.arange(0, block_width)[None, :]
+        inside = (head < num_heads) & (column < head_width)
+        to = head * page_head + page * page_page + (slot % page_size) * page_token + column
+        new = tl.load(key + slot * key_place + head * key_head + column, mask=inside)
+        tl.store(key_pages + to, new.to(key_pages.dtype.element_ty), mask=inside)
+        new = tl.load(value + slot * value_place + head * value_head + column, mask=inside)
+        tl.store(value_pages + to, new.to(value_pages.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -351,3 +387,36 @@ def attend_pages(
         num_warps=2,
     )
     return out
+
+
+def store_prompt(
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor,
+    row: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    table: Tensor,
+) -> None:
+    """See `paged.store_prompt`."""
+    num_tokens, num_groups, head_width = key.shape
+    assert key_pages.stride() == value_pages.stride()
+    assert key_pages.stride(3) == key.stride(2) == value.stride(2) == 1
+    _store[(num_tokens,)](
+        key,
+        value,
+        valid,
+        row,
+        key_pages,
+        value_pages,
+        table,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_pages.stride()[:3],
+        table.shape[1],
+        num_groups,
+        head_width,
+        page_size=key_pages.shape[2],
+        block_heads=triton.next_power_of_2(num_groups),
+        block_width=triton.next_power_of_2(head_width),
+    )
