@@ -61,7 +61,7 @@ class Bench:
 def poison(step: routed.RoutedRows) -> None:
     """Leave nothing that a step may build on, but for the counters that it resets itself."""
     for name, value in vars(step).items():
-        if isinstance(value, Tensor) and name != "arrivals":
+        if isinstance(value, Tensor) and name not in ("arrivals", "norm_heads"):
             value.fill_(float("nan") if value.is_floating_point() else 3)
 
 
@@ -145,6 +145,15 @@ WIDER = {**ODD, "width": 144, "num_heads": 3}
 )
 def test_odd_widths(name: str, selector: str, sizes: dict[str, int]) -> None:
     assert check(make(name, **sizes), selector) > 3
+
+
+@pytest.mark.parametrize("sizes", [{}, ODD, WIDER])
+def test_heads_may_be_normed(sizes: dict[str, int]) -> None:
+    model = make("mod", **{**sizes, "qk_norm": True})
+    for name, parameter in model.named_parameters():
+        if "norm_query" in name or "norm_key" in name:
+            parameter.uniform_(0.5, 1.5)
+    assert check(model, "predictor") > 3
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ class Runner:
         """Whether the routed blocks of several sequences can be kernels of their own."""
         config = self.model.config
         wide = config.shape.head_width >= 32
-        return bool(config.routed_layers) and self.selector != "all" and wide and not config.qk_norm
+        return bool(config.routed_layers) and self.selector != "all" and wide
 
     def _tell(self, work: Work, place: int, logits: Tensor, told: list[list[int]]) -> Done:
         """What the device reported about one token."""

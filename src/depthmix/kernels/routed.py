@@ -206,10 +206,12 @@ def _multiply(
     more,
     shaped,
     part_square,
+    norm_heads,
     eps,
     width: tl.constexpr,
     num_out: tl.constexpr,
     kind: tl.constexpr,
+    num_heads: tl.constexpr,
     num_rotated: tl.constexpr,
     half: tl.constexpr,
     parts: tl.constexpr,
@@ -220,11 +222,12 @@ def _multiply(
 ):
     """weight · source for the kept rows, and what follows from it.
 
-    `rotate` takes rows by `index`, pairs the halves of a head and turns queries and keys. `store`
-    keeps the product as `more` in float32, and the sum s of x and it as the next one needs it:
-    s · norm, and the sum of squares over this program's part of s. `swiglu` pairs gate and up rows,
-    `gelu` has one of each, and both divide by the rms of s only after the product, which comes to
-    the same. `update` adds gate · (more + product) to x.
+    `rotate` takes rows by `index`, pairs the halves of a head and turns queries and keys, after
+    their norm where there is one; a program then has all of a head. `store` keeps the product as
+    `more` in float32, and the sum s of x and it as the next one needs it: s · norm, and the sum of
+    squares over this program's part of s. `swiglu` pairs gate and up rows, `gelu` has one of each,
+    and both divide by the rms of s only after the product, which comes to the same. `update` adds
+    gate · (more + product) to x.
     """
     paired: tl.constexpr = kind == "rotate" or kind == "swiglu"
     program = tl.program_id(0)
@@ -290,6 +293,16 @@ def _multiply(
             second = tl.sum(second, axis=0)
         if kind == "rotate":
             if head < num_rotated:
+                if norm_heads is not None:
+                    squares = tl.where(inside, total * total + second * second, 0.0)
+                    invert = tl.rsqrt(tl.sum(squares, axis=0) / (2 * half) + eps)[None, :]
+                    # those of queries, then those of keys
+                    weights = norm_heads + (head // num_heads) * 2 * half + lane_out
+                    here = lane_out < half
+                    first = tl.load(weights, mask=here, other=0.0).to(tl.float32)
+                    last = tl.load(weights + half, mask=here, other=0.0).to(tl.float32)
+                    total *= invert * first[:, None]
+                    second *= invert * last[:, None]
                 turned = total * cos - second * sin
                 second = second * cos + total * sin
                 total = turned
@@ -329,6 +342,12 @@ class RoutedRows:
         self.weights, self.rules, self.num_rows = weights, rules, num_rows
         device, dtype = weights.embedding.device, weights.embedding.dtype
         self.tunings = {**TUNINGS, **(tunings or {})}
+        self.norm_heads = None
+        if weights.norm_query is not None and weights.norm_key is not None:
+            self.norm_heads = torch.stack([weights.norm_query, weights.norm_key], dim=1)
+            half, tuning = self.norm_heads.shape[2] // 2, self.tunings["rotate"]
+            block_out = max(tuning.block_out, triton.next_power_of_2(half))
+            self.tunings["rotate"] = tuning._replace(block_out=block_out)
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             # not every build of torch tells
@@ -482,10 +501,12 @@ class RoutedRows:
             self.more,
             self.shaped,
             self.part_square,
+            None if self.norm_heads is None or phase is None else self.norm_heads[layer],
             self.rules.norm_eps,
             width,
             num_out,
             kind,
+            self.rules.num_heads,
             num_rotated,
             half,
             self.square_parts,
