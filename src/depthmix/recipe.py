@@ -44,6 +44,8 @@ class Recipe:
     scale_by_width: bool = True
     """Give the blocks' matrices learning_rate · 32 / width (Muon's: · √(256 / width)), so that one
     setting fits all sizes."""
+    router_rate: float = 1.0
+    """Learning rate of routers and predictors, in multiples of what they have by that."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After warming up: cosine to the end, wsd (stable, then a linear decay), or constant."""
     warmup: float = 0.05
@@ -259,7 +261,7 @@ def _find_problems(recipe: Recipe) -> Iterator[str]:
     given = [name for name in budgets if getattr(recipe, name) is not None]
     if len(given) > 1:
         yield f"a run stops by one of steps, tokens and flops: take away {' and '.join(given[1:])}"
-    above = ("batch_size", "accumulate", "log_every", "val_tokens", "learning_rate")
+    above = ("batch_size", "accumulate", "log_every", "val_tokens", "learning_rate", "router_rate")
     for name in (*budgets, *above, "capacity_stages", "lora_rank", "lora_alpha"):
         value = getattr(recipe, name)
         if value is not None and not 0 < value < math.inf:

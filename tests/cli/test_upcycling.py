@@ -76,6 +76,7 @@ def test_upcycle_then_heal(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert config["model"]["routing"]["gate"] == "tanh1"
     # rates for weights that know something
     assert config["train"]["learning_rate"] == 3e-4
+    assert config["train"]["router_rate"] == 10
     assert config["train"]["scale_by_width"] is False
     assert healed.read_metrics("train")[-1]["capacity"] == 0.25
     # a folder of others too, routed by its fields

@@ -71,7 +71,7 @@ def test_groups_are_what_they_say(name: str) -> None:
         for own, parameter in module.named_parameters(recurse=False):
             full = f"{path}.{own}"
             if any(isinstance(model.get_submodule(p), Router | Predictor) for p in parents(path)):
-                expected[full] = "heads" if parameter.ndim == 2 else "others"
+                expected[full] = "deciders" if parameter.ndim == 2 else "thresholds"
             elif path == "head" and not model.config.tied_head:
                 expected[full] = "heads"
             elif isinstance(module, nn.Linear | Experts) and path != "head" and own != "bias":
@@ -98,6 +98,24 @@ def test_stacks_of_experts_are_matrices() -> None:
     model = make_small("mode_staged")
     stacks = [p for p in group_parameters(model)["matrices"] if p.ndim == 3]
     assert len(stacks) == 2 * len(model.config.expert_layers)
+
+
+def test_routers_may_learn_faster() -> None:
+    model = make_small("mod")
+    rates = {}
+    for factor in (1.0, 10.0):
+        recipe = Recipe(learning_rate=1e-3, warmup=0.0, schedule="constant", router_rate=factor)
+        optimizers = make_optimizers(model, recipe)
+        set_rates(optimizers, recipe, 5, 10)
+        rates[factor] = {
+            name: find_group(optimizers, p)["lr"] for name, p in model.named_parameters()
+        }
+    for name, rate in rates[1.0].items():
+        decides = ".router." in name or ".predictor." in name
+        assert rates[10.0][name] == pytest.approx(10 * rate if decides else rate), name
+    bias = next(name for name in rates[1.0] if name.endswith("predictor.w_out.bias"))
+    # a threshold is not summed over the width
+    assert rates[1.0][bias] == 1e-3
 
 
 @pytest.mark.parametrize("width", [32, 256, 1024])
@@ -157,7 +175,7 @@ def test_a_step_is_adamw_written_out() -> None:
     for name, parameter in model.named_parameters():
         grad, group = parameter.grad, groups[name]
         assert grad is not None
-        rate = 0.01 * (1 if group == "others" else 32 / 64)
+        rate = 0.01 * (1 if group in ("others", "thresholds") else 32 / 64)
         kept = 1 - rate * (0.5 if group == "matrices" else 0)
         # the first step's two means are the gradient and its square
         expected = before[name] * kept - rate * grad / (grad.abs() + 1e-8)

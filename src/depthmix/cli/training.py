@@ -19,8 +19,13 @@ from depthmix.cli.arguments import (
     split_arguments,
 )
 
-# of weights that know something already: low, and embeddings no higher than matrices
-START_RATES: dict[str, Any] = {"train.learning_rate": 3e-4, "train.scale_by_width": False}
+# of weights that know something already: low, and embeddings no higher than matrices; but routers
+# and predictors, which mostly do not, must follow a capacity that falls
+START_RATES: dict[str, Any] = {
+    "train.learning_rate": 3e-4,
+    "train.scale_by_width": False,
+    "train.router_rate": 10.0,
+}
 
 
 @app.command(cls=PlainCommand)

@@ -22,27 +22,30 @@ MUON_WIDTH = 256
 
 
 def group_parameters(model: Transformer) -> dict[str, list[nn.Parameter]]:
-    """Parameters by how they are trained: matrices, heads, others; each once.
+    """Parameters by how they are trained; each once, and what does not learn in none.
 
     `matrices` are the blocks' own: an update of one of their entries is summed over the width, so
     their rate falls with it (arXiv:2203.03466). So does that of `heads`, which do not decay: the
-    vocabulary's, where it is not tied, routers and predictors, which would drift towards ties, and
-    the first matrix of an adapter. Embeddings and norms, the `others`, meet one entry at a time;
-    an adapter's second matrix sums over its rank, whatever the width (arXiv:2402.12354). What does
-    not learn is in none.
+    vocabulary's, where it is not tied, and the first matrix of an adapter; and that of `deciders`,
+    routers and predictors, which would drift towards ties if they decayed. Embeddings and norms,
+    the `others`, meet one entry at a time, and so do the predictors' `thresholds`; an adapter's
+    second matrix sums over its rank, whatever the width (arXiv:2402.12354).
     """
     adapters = list_adapters(model).values()
-    deciders = [m for m in model.modules() if isinstance(m, Router | Predictor)]
-    heads = {id(p) for m in deciders for p in m.parameters() if p.ndim > 1}
+    modules = [m for m in model.modules() if isinstance(m, Router | Predictor)]
+    deciders = {id(p) for module in modules for p in module.parameters()}
+    heads = {id(adapter.down) for adapter in adapters}
     if not model.config.tied_head:
         heads.add(id(model.head.weight))
-    heads |= {id(adapter.down) for adapter in adapters}
     seconds = {id(adapter.up) for adapter in adapters}
-    groups: dict[str, list[nn.Parameter]] = {"matrices": [], "heads": [], "others": []}
+    names = ("matrices", "heads", "deciders", "thresholds", "others")
+    groups: dict[str, list[nn.Parameter]] = {name: [] for name in names}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if id(parameter) in heads:
+        if id(parameter) in deciders:
+            groups["deciders" if parameter.ndim > 1 else "thresholds"].append(parameter)
+        elif id(parameter) in heads:
             groups["heads"].append(parameter)
         elif ".layers." in f".{name}" and parameter.ndim > 1 and id(parameter) not in seconds:
             groups["matrices"].append(parameter)
@@ -62,7 +65,7 @@ def make_optimizers(
     on_gpu = model.embedding.weight.is_cuda
     scale = BASE_WIDTH / model.config.width if recipe.scale_by_width else 1.0
     scales = {"matrices": scale, "heads": scale, "others": 1.0}
-    decays = {"matrices": recipe.weight_decay, "heads": 0.0, "others": 0.0}
+    scales |= {"deciders": scale * recipe.router_rate, "thresholds": recipe.router_rate}
     groups = {name: params for name, params in group_parameters(model).items() if params}
     optimizers: list[Optimizer] = []
     if recipe.optimizer == "muon":
@@ -78,7 +81,11 @@ def make_optimizers(
     optimizers.append(
         torch.optim.AdamW(
             [
-                {"params": params, "scale": scales[name], "weight_decay": decays[name]}
+                {
+                    "params": params,
+                    "scale": scales[name],
+                    "weight_decay": recipe.weight_decay if name == "matrices" else 0.0,
+                }
                 for name, params in groups.items()
                 if params
             ],
