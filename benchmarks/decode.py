@@ -43,7 +43,14 @@ from decode_models import (
 )
 from decode_step import prepare_decode
 from decode_tables import print_tables
-from meters import EnergyMeter, measure_energy, profile_step, time_call, time_steps
+from meters import (
+    measure_energy,
+    name_device,
+    open_meter,
+    profile_step,
+    time_call,
+    time_steps,
+)
 from torch import Tensor
 
 from depthmix import flops
@@ -112,16 +119,7 @@ class Bench:
         self.dtype = torch.float32 if args.cpu else torch.bfloat16
         self.rows: list[dict] = []
         self.num_failed = 0
-        self.meter = self.find_meter()
-
-    def find_meter(self) -> EnergyMeter | None:
-        if self.device == "cpu" or "energy" in self.skip:
-            return None
-        try:
-            return EnergyMeter()
-        except OSError as error:
-            print(f"energy is not measured, because NVML does not answer: {error}")
-            return None
+        self.meter = None if "energy" in self.skip else open_meter(self.device)
 
     def attempt(self, part: str, measure: Callable[..., object], *arguments: object) -> object:
         """Run one part unless it is skipped; its failure is told and the run goes on."""
@@ -228,11 +226,11 @@ class Bench:
             steps[model] = prepare_at_rate(network, batch, context, shape.num_new)
         for _ in range(4 * MIN_LAPS):
             for model, step in steps.items():
-                for number in range(max(1, shape.num_new // 4)):
+                for number in range(shape.num_new // 4):
                     start = time.perf_counter()
                     taken = step()
                     # the first one finds the other model in the processor's caches
-                    if number or shape.num_new < 8:
+                    if number:
                         times[model].append(1e6 * (time.perf_counter() - start))
                     if taken is not None:
                         shares.append(taken.float().mean().item())
@@ -320,9 +318,9 @@ def main() -> None:
         if not args.cpu:
             bench.measure_ideals(name)
     print_tables(bench.rows)
-    device = f"{(platform.processor() or platform.machine())}, {torch.get_num_threads()} threads"
-    device = device if args.cpu else torch.cuda.get_device_name()
-    print(f"{device}, torch {torch.__version__}, Python {platform.python_version()}")
+    told = f", {torch.get_num_threads()} threads" if args.cpu else ""
+    told += f", torch {torch.__version__}, Python {platform.python_version()}"
+    print(f"{name_device(bench.device)}{told}")
     sys.exit(f"{bench.num_failed} parts failed" if bench.num_failed else 0)
 
 

@@ -1,6 +1,7 @@
 """What a repeated step costs: its time, its energy, its kernels."""
 
 import ctypes
+import platform
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -71,6 +72,24 @@ class EnergyMeter:
         millijoules = ctypes.c_ulonglong()
         self.ask("nvmlDeviceGetTotalEnergyConsumption", self.handle, ctypes.byref(millijoules))
         return millijoules.value / 1e3
+
+
+def open_meter(device: str) -> EnergyMeter | None:
+    """The device's counter; None, with a word about it, where there is none."""
+    if device == "cpu":
+        return None
+    try:
+        return EnergyMeter()
+    except OSError as error:
+        print(f"energy is not measured, because NVML does not answer: {error}")
+        return None
+
+
+def name_device(device: str) -> str:
+    """What the numbers were measured on."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return platform.processor() or platform.machine()
 
 
 def measure_energy(step: Callable[[], object], meter: EnergyMeter) -> float:

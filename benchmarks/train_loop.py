@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from meters import name_device
 
 from depthmix import Transformer, flops, load_preset
 from depthmix.recipe import RunConfig
@@ -119,11 +120,7 @@ def main() -> None:
             f"| {row['tokens_per_second']:,.0f} | {row['tflops']:.0f} "
             f"| {rows[0]['ms'] / row['ms']:.3f} | {row['memory_gib']:.1f} |"
         )
-    where = (
-        torch.cuda.get_device_name()
-        if device == "cuda"
-        else (platform.processor() or platform.machine())
-    )
+    where = name_device(device)
     print(f"{where}, torch {torch.__version__}, Python {platform.python_version()}")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))

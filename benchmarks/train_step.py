@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from baselines import BASELINES, BaselineStep
+from meters import name_device
 
 from depthmix import ModelConfig, RoutingConfig, flops
 from depthmix.nn import Transformer
@@ -156,11 +157,7 @@ def print_table(rows: list[dict], device: str) -> None:
             f"| {row['tflops_half']:.0f} | {dense['ms'] / row['ms']:.3f} "
             f"| {dense['flops_half'] / row['flops_half']:.3f} | {row['peak_gib']:.1f} |"
         )
-    name = (
-        torch.cuda.get_device_name()
-        if device == "cuda"
-        else (platform.processor() or platform.machine())
-    )
+    name = name_device(device)
     print(f"{name}, torch {torch.__version__}, Python {platform.python_version()}", flush=True)
 
 

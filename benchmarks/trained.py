@@ -1,6 +1,6 @@
 """What trained models cost to train and to sample: for the best dense and the best routed one.
 
-    python benchmarks/trained.py runs/isoflop/4e15/{dense/w192-l8-s0,mod/w192-l14-s0}
+    python benchmarks/trained.py runs/isoflop/4e15/{dense/w224-l8-s0,mod/w224-l14-s0}
     python benchmarks/trained.py RUN RUN --cpu --batch 1 --tokens 64 --json out.json
 
 For each run: milliseconds of a training step of its own batch, alone on the device (on a GPU
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 import torch
-from meters import EnergyMeter, time_call, time_steps
+from meters import EnergyMeter, name_device, open_meter, time_call, time_steps
 
 from depthmix import flops
 from depthmix.infer import Engine, SamplingParams
@@ -112,12 +112,7 @@ def main() -> None:
     device = "cpu" if args.cpu else "cuda"
     if not args.cpu and not torch.cuda.is_available():
         sys.exit("no CUDA device is visible to torch: run it on a GPU, or with --cpu")
-    try:
-        meter = EnergyMeter() if device == "cuda" else None
-    except OSError as error:
-        print(f"energy is not measured, because NVML does not answer: {error}")
-        meter = None
-    rows = []
+    meter, rows = open_meter(device), []
     for path in args.run:
         recipe = RunConfig.from_dict(RunDir.open(path).read_config())
         config = recipe.model
@@ -135,11 +130,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
     print_table(rows)
-    name = (
-        torch.cuda.get_device_name()
-        if device == "cuda"
-        else (platform.processor() or platform.machine())
-    )
+    name = name_device(device)
     print(f"\n{name}, torch {torch.__version__}, Python {platform.python_version()}")
 
 

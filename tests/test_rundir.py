@@ -347,7 +347,7 @@ def git(folder: Path, *command: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("starts", ["none", [3], {"time": "now"}])
+@pytest.mark.parametrize("starts", [None, "none", [], [3], {"time": "now"}])
 def test_damaged_starts_are_a_sentence(tmp_path: Path, starts: object) -> None:
     run = RunDir.create(tmp_path / "run", "", {"seed": 1})
     (run.path / "provenance.json").write_text(json.dumps({"starts": starts}))

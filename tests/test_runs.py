@@ -90,7 +90,7 @@ def test_broken_folders_are_listed_with_what_is_wrong(tmp_path: Path) -> None:
         "config.toml": ("[model", "width = 1", "[model]\nwidht = 1"),
         "metrics.jsonl": ("oops\n",),
         "status.json": ("{", "[]]"),
-        "provenance.json": ('{"starts": {}}', '{"starts": [3]}'),
+        "provenance.json": ('{"starts": []}', '{"starts": {}}', '{"starts": [3]}'),
     }
     told = {}
     for file, texts in damages.items():

@@ -91,7 +91,10 @@ class RunDir:
 
     def read_starts(self) -> list[dict[str, Any]]:
         """What was noted at each start of this run, the first one first."""
-        starts = self.read_json("provenance.json").get("starts", [])
+        tree = self.read_json("provenance.json")
+        if not tree:
+            return []
+        starts = tree.get("starts") or None
         if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
             path = self.path / "provenance.json"
             raise ValueError(f"'{path}' is damaged: its starts are not a list of objects")

@@ -39,6 +39,14 @@ class PromptOutputs(NamedTuple):
     """How many tokens each of them kept."""
 
 
+class Prompt(NamedTuple):
+    """A prompt that was computed and stored."""
+
+    outputs: PromptOutputs
+    kept: list[int]
+    """How many tokens each routed block kept, read from the device."""
+
+
 class PromptLayer:
     """One layer's pages for a sequence that begins."""
 
@@ -92,7 +100,7 @@ class PromptStep:
             PromptLayer(cache, index, self.row, most.get(index))
             for index in range(cache.num_layers)
         ]
-        self.most = list(most.values())
+        self.most = [most.get(index, size) for index in model.config.routed_layers]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.outputs: PromptOutputs | None = None
 
@@ -113,7 +121,7 @@ class PromptStep:
         return self.positions
 
     @torch.no_grad()
-    def run(self, tokens: Sequence[int], row: int) -> PromptOutputs | None:
+    def run(self, tokens: Sequence[int], row: int) -> Prompt | None:
         """Compute and store the prompt; None where a block may have had too few places.
 
         Then nobody has counted what was stored, and it can be stored again.
@@ -134,9 +142,9 @@ class PromptStep:
             self.graph.replay()
             outputs = self.outputs
         assert outputs is not None
-        kept = outputs.kept.tolist() if self.most else []
+        kept = outputs.kept.tolist()
         full = any(n == most < self.size for n, most in zip(kept, self.most, strict=True))
-        return None if full else outputs
+        return None if full else Prompt(outputs, kept)
 
     def _step(self) -> PromptOutputs:
         present_1T = self.positions < self.count

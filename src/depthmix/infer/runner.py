@@ -122,11 +122,12 @@ class Runner:
         if step is None:
             step = PromptStep(self.model, self.cache, self.selector, size, compile=self.compile)
             self.prompts[size] = step
-        outputs = step.run(work.tokens, chunk.row)
-        if outputs is None:
+        prompt = step.run(work.tokens, chunk.row)
+        if prompt is None:
             return None
+        outputs = prompt.outputs
         paths = [tuple(path) for path in outputs.taken[: chunk.count].tolist()]
-        kept = dict(zip(self.model.config.routed_layers, outputs.kept.tolist(), strict=True))
+        kept = dict(zip(self.model.config.routed_layers, prompt.kept, strict=True))
         stored = [kept.get(layer, chunk.count) for layer in range(self.cache.num_layers)]
         # each query sees its own key and all before
         uses = [LayerUse(n, n, n * (n + 1) // 2) for n in stored]
