@@ -294,15 +294,15 @@ def _multiply(
         if kind == "rotate":
             if head < num_rotated:
                 if norm_heads is not None:
-                    squares = tl.where(inside, total * total + second * second, 0.0)
-                    invert = tl.rsqrt(tl.sum(squares, axis=0) / (2 * half) + eps)[None, :]
+                    energy = tl.where(inside, total * total + second * second, 0.0)
+                    invert = tl.rsqrt(tl.sum(energy, axis=0) / (2 * half) + eps)[None, :]
                     # those of queries, then those of keys
                     weights = norm_heads + (head // num_heads) * 2 * half + lane_out
                     here = lane_out < half
-                    first = tl.load(weights, mask=here, other=0.0).to(tl.float32)
-                    last = tl.load(weights + half, mask=here, other=0.0).to(tl.float32)
-                    total *= invert * first[:, None]
-                    second *= invert * last[:, None]
+                    scale_low = tl.load(weights, mask=here, other=0.0).to(tl.float32)
+                    scale_high = tl.load(weights + half, mask=here, other=0.0).to(tl.float32)
+                    total *= invert * scale_low[:, None]
+                    second *= invert * scale_high[:, None]
                 turned = total * cos - second * sin
                 second = second * cos + total * sin
                 total = turned
