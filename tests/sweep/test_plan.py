@@ -98,7 +98,13 @@ def test_overrides_that_do_not_fit(
 
 @pytest.mark.parametrize(
     ("name", "num_smoke", "num_gpu"),
-    [("isoflop", 20, 44), ("capacity-frequency", 13, 39), ("controls", 6, 18), ("experts", 4, 24)],
+    [
+        ("isoflop", 20, 44),
+        ("shapes", 6, 25),
+        ("capacity-frequency", 13, 29),
+        ("controls", 6, 18),
+        ("experts", 4, 24),
+    ],
 )
 def test_plans_of_the_package(name: str, num_smoke: int, num_gpu: int) -> None:
     for scale, count, most in (("smoke", num_smoke, 2e13), ("gpu", num_gpu, 1e18)):
