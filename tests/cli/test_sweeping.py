@@ -185,7 +185,10 @@ def test_the_default_corpus_is_made_once(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["sweep"], "name one plan: capacity-frequency, controls, experts, isoflop, shapes, or a .toml"),
+        (
+            ["sweep"],
+            "name one plan: capacity-frequency, controls, experts, isoflop, shapes, or a .toml",
+        ),
         (["sweep", "isoflop", "controls"], "name one plan"),
         (["sweep", "isoflopp"], "there is no plan 'isoflopp'. Did you mean 'isoflop'?"),
         (["sweep", "isoflop", "--size", "cpu"], "no size 'cpu': choose one of smoke, gpu"),
