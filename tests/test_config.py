@@ -135,6 +135,18 @@ def test_routed_layers(every: int, first_dense: int, expected: tuple[int, ...]) 
     assert config.override({"routing.strategy": "none"}).routed_layers == ()
 
 
+def test_routed_layers_may_be_listed() -> None:
+    routing = {"strategy": "expert_choice", "layers": [0, 3], "every": 7, "first_dense": 9}
+    config = ModelConfig(num_layers=4, routing=routing)
+    assert config.routed_layers == (0, 3)
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    # on a command line it is text, and 'none' empties it
+    assert config.override({"routing.layers": "[1, 2]"}).routed_layers == (1, 2)
+    by_rule = {"routing.layers": "none", "routing.every": 2, "routing.first_dense": 0}
+    assert config.override(by_rule).routed_layers == (1, 3)
+    assert config.override({"routing.strategy": "none"}).routed_layers == ()
+
+
 def test_expert_layers() -> None:
     config = load_preset("tiny", num_layers=6, **{"experts.every": 3})
     assert config.expert_layers == ()

@@ -50,6 +50,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"routing.capacity": (0.5, -0.5)}, "routing.capacity", "(0, 1]"),
     ({"routing.every": 5}, "routing.every", "none of the 4 blocks"),
     ({"routing.first_dense": 4, "routing.every": 1}, "routing.first_dense", "'none'"),
+    ({"routing.layers": ()}, "routing.layers = []", "from 0 to 3"),
+    ({"routing.layers": (1, 4)}, "routing.layers = [1, 4]", "from 0 to 3"),
+    ({"routing.layers": (-1, 2)}, "routing.layers = [-1, 2]", "from 0 to 3"),
+    ({"routing.layers": (2, 1)}, "routing.layers = [2, 1]", "rising order"),
+    ({"routing.layers": (1, 1)}, "routing.layers = [1, 1]", "different blocks"),
+    ({"routing.layers": (1,), "routing.capacity": (0.5, 0.5)}, "routing.capacity", "1 blocks"),
     ({"routing.capacity": (0.5,)}, "routing.capacity", "2 blocks route (1, 3)"),
     ({"routing.capacity": ()}, "routing.capacity", "lists 0 numbers"),
     (

@@ -48,6 +48,8 @@ class RoutingConfig:
     """Route every n-th block: 2 routes every other block, 1 routes all."""
     first_dense: int = 0
     """Number of first blocks that are never routed."""
+    layers: tuple[int, ...] | None = None
+    """Indices of the blocks that route, from 0; empty means by `every` and `first_dense`."""
     first_tokens: int = 0
     """Number of first positions of a document that are always routed."""
     gate: Gate = "raw"
@@ -193,6 +195,8 @@ class ModelConfig:
         """Indices of the blocks that route."""
         if self.routing.strategy == "none":
             return ()
+        if self.routing.layers is not None:
+            return self.routing.layers
         first, every = self.routing.first_dense, self.routing.every
         return tuple(range(first + every - 1, self.num_layers, every))
 

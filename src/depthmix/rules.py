@@ -62,7 +62,14 @@ def _routing_problems(config: "ModelConfig", routing: "RoutingConfig") -> Iterat
     if routing.strategy == "none":
         return
     routed = config.routed_layers
-    if not routed:
+    if routing.layers is not None:
+        inside = all(0 <= layer < config.num_layers for layer in routed)
+        if not routed or not inside or list(routed) != sorted(set(routed)):
+            yield (
+                f"routing.layers = {list(routed)} must be different blocks in rising order, from 0 "
+                f"to {config.num_layers - 1}"
+            )
+    elif not routed:
         yield (
             f"routing.every = {routing.every} and routing.first_dense = {routing.first_dense} "
             f"leave none of the {config.num_layers} blocks to route: lower them, or set "

@@ -7,6 +7,10 @@ import pytest
 
 from depthmix.checkpoint import load_weights
 from depthmix.cli import main
+from depthmix.data.tokenizer import load_tokenizer
+from depthmix.eval.blocks import find_least_blocks
+from depthmix.eval.texts import read_texts
+from depthmix.hf.source import find_end, open_source
 from depthmix.rundir import RunDir
 from foreign_models import write_foreign
 
@@ -49,10 +53,40 @@ def test_mistakes_end_in_a_sentence(
         ((str(dense), *out, "--gate", "soft"), "routing.gate = 'soft' does not fit"),
         ((str(dense), *out, "word"), "'word' is no field"),
         ((str(tmp_path), *out), "is no model"),
+        ((str(dense), *out, "--text", "a.txt"), "--text is for --least"),
+        ((str(dense), *out, "--device", "cpu"), "--device is for --least"),
+        ((str(dense), *out, "--least", "2"), "--least needs --text"),
+        ((str(dense), *out, "--least", "0", "--text", "a.txt"), "--least 0 must be at least 1"),
+        ((str(dense), *out, "--least", "5", "--text", "a.txt"), "from 0 to 3"),
+        (
+            (str(dense), *out, "--least", "2", "--text", "a.txt", "routing.layers=[1]"),
+            "--least or routing.layers, and not both",
+        ),
+        (
+            (str(dense), *out, "--least", "2", "--text", str(tmp_path / "none.txt")),
+            "none.txt",
+        ),
     ):
         assert main(["upcycle", *args]) == 2
         assert told in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_blocks_that_a_text_misses_least(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, text = tmp_path / "run", tmp_path / "text.txt"
+    text.write_text("line 3 says 9 and no more\n" * 20)
+    options = ("--out", str(run), "--least", "2", "--text", str(text), "--device", "cpu")
+    assert main(["upcycle", str(dense), *options, *SMALL]) == 0
+    told = capsys.readouterr().out
+    assert "2 of 4 blocks route" in told
+    model = open_source(dense).build()
+    stream = read_texts([text.read_text()], load_tokenizer(dense), find_end(dense), 2048)
+    least = find_least_blocks(model, stream, 2)
+    chosen = sorted(each.layer for each in least.found)
+    assert list(open_source(run).config.routed_layers) == chosen
+    assert f"rises from {least.whole:.3f} to {least.found[0].loss:.3f} (block" in told
 
 
 def test_upcycle_then_heal(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,25 @@
 """The verb that makes a Mixture-of-Depths of a dense checkpoint."""
 
 import shlex
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from depthmix.cli.arguments import FIELDS_ALLOWED, FieldsCommand, app, split_arguments
+from depthmix.cli.arguments import (
+    FIELDS_ALLOWED,
+    FieldsCommand,
+    app,
+    check_device,
+    split_arguments,
+)
+
+if TYPE_CHECKING:
+    from depthmix.checkpoint.source import Source
+
+# of the text that says which blocks are missed least, and in windows of
+MAX_TOKENS, MEASURED_LENGTH = 2048, 512
 
 
 @app.command(cls=FieldsCommand, context_settings=FIELDS_ALLOWED)
@@ -29,6 +42,20 @@ def upcycle(
     first_dense: Annotated[
         int, typer.Option(help="Number of first blocks that are never routed.")
     ] = 2,
+    least: Annotated[
+        int | None,
+        typer.Option(
+            help="Route so many blocks: those that --text misses least, not every n-th.",
+            show_default=False,
+        ),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="A text file for --least; may be repeated.", show_default=False),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="For --least: cpu or cuda; a GPU if there is one.")
+    ] = None,
     gate: Annotated[
         str, typer.Option(help="tanh1 begins at 1, so that the dense model is unchanged.")
     ] = "tanh1",
@@ -41,7 +68,9 @@ def upcycle(
     \b
     For example:
       depthmix upcycle models/SmolLM2-135M --out runs/smol --capacity 0.125
+      depthmix upcycle models/SmolLM2-135M --out runs/smol --least 10 --text essay.txt
     """
+    check_device(device)
     names, overrides = split_arguments(fields or [])
     if names:
         raise ValueError(f"'{names[0]}' is no field: write FIELD=VALUE")
@@ -52,7 +81,21 @@ def upcycle(
     with tell_missing("hf"):
         from depthmix.hf.upcycle import TOLD_LENGTH
         from depthmix.hf.upcycle import upcycle as make_run
-    made = make_run(source, out, {**given, **overrides})
+    choose = None
+    if least is None:
+        unused = {"--text": text, "--device": device}
+        for name in (name for name, value in unused.items() if value):
+            raise ValueError(f"{name} is for --least: say how many blocks shall route")
+    else:
+        if not text:
+            raise ValueError("--least needs --text: a file on which the blocks are measured")
+        if "routing.layers" in overrides:
+            raise ValueError("give --least or routing.layers, and not both")
+        if least < 1:
+            raise ValueError(f"--least {least} must be at least 1")
+        given["routing.layers"] = list(range(least))
+        choose = partial(choose_blocks, count=least, texts=text, device=device)
+    made = make_run(source, out, {**given, **overrides}, choose=choose)
     place, length = shlex.quote(str(out)), min(TOLD_LENGTH, made.config.max_seq_len)
     for line in made.describe():
         print(line)
@@ -64,3 +107,36 @@ def upcycle(
         f"  depthmix train --from {place} --data DATA --steps 2000 train.capacity_from=1.0 "
         f"train.seq_len={length}"
     )
+
+
+def choose_blocks(
+    source: "Source", *, count: int, texts: list[str], device: str | None
+) -> tuple[int, ...]:
+    """The blocks that some text misses least, with a bar while they are looked for."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from depthmix.cli.evaluating import load
+    from depthmix.cli.opening import open_vocabulary
+    from depthmix.cli.seeing import read_text
+    from depthmix.eval.blocks import find_least_blocks
+    from depthmix.eval.texts import read_texts
+
+    vocabulary = open_vocabulary(source.path, None)
+    stream = read_texts([read_text(file) for file in texts], *vocabulary, MAX_TOKENS)
+    network = load(source, device)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("leaving out blocks", total=None)
+        least = find_least_blocks(
+            network,
+            stream,
+            count,
+            report=lambda done, total: bar.update(task, completed=done, total=total),
+            seq_len=MEASURED_LENGTH,
+        )
+    told = ", ".join(f"{each.loss:.3f} (block {each.layer})" for each in least.found)
+    print(
+        f"blocks left out one by one, the loss of {len(stream.tokens) - 1:,} tokens rises from "
+        f"{least.whole:.3f} to {told}"
+    )
+    return tuple(sorted(each.layer for each in least.found))

@@ -4,7 +4,7 @@ Owns what a converted model begins as: the same function as long as every token 
 nothing of training.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,11 +58,18 @@ class Upcycled(NamedTuple):
         ]
 
 
-def upcycle(source: Path, out: Path, overrides: Mapping[str, Any]) -> Upcycled:
+def upcycle(
+    source: Path,
+    out: Path,
+    overrides: Mapping[str, Any],
+    *,
+    choose: Callable[[Source], tuple[int, ...]] | None = None,
+) -> Upcycled:
     """Make a run of a dense model with routers around some of its blocks.
 
     `overrides` are dotted fields of the model; only those of its routing may differ from the
-    source, and `max_seq_len`, which may be smaller.
+    source, and `max_seq_len`, which may be smaller. `choose` says, after everything else has been
+    checked, which blocks route: as many as `routing.layers` has.
     """
     RunDir(out).check_free()
     opened = open_source(source, max_seq_len=_read_length(overrides))
@@ -74,6 +81,9 @@ def upcycle(source: Path, out: Path, overrides: Mapping[str, Any]) -> Upcycled:
     _check_same(opened.config, config, source)
     # the same refusals as for a run, before anything is read or written
     run = RunConfig(model=config)
+    if choose is not None:
+        config = config.override({"routing.layers": choose(opened)})
+        run = RunConfig(model=config)
     fitted = fit_weights(config, opened.load(), source)
     weights = {name: value.float() for name, value in fitted.weights.items()}
     folder = write_run(

@@ -182,7 +182,7 @@ def _read_row(name: str, summary: RunSummary) -> Row:
         seconds=count_seconds(train),
         tokens_per_second=_find_speed(train),
         capacity=capacities.pop() if len(capacities) == 1 else None,
-        every=model.routing.every if model.routed_layers else None,
+        every=None if model.routing.layers or not model.routed_layers else model.routing.every,
         heads=tuple(_read_heads(model, folder, summary.num_steps or summary.step)),
         curve=thin_curve(train),
         model=model.to_json(),

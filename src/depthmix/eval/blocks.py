@@ -1,0 +1,96 @@
+"""What the blocks of a dense model are worth to a text: how its loss rises without them.
+
+Owns the order in which blocks are left out. Does not know what is done with those that are found.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from depthmix.eval.perplexity import Stream, measure_stream
+from depthmix.nn import Transformer
+from depthmix.nn.block import Update
+
+
+class LeftOut(NamedTuple):
+    """One of the blocks that a text misses least."""
+
+    layer: int
+    loss: float
+    """In nats a token, without it and those that were found before it."""
+
+
+class LeastBlocks(NamedTuple):
+    """The blocks that a text misses least."""
+
+    whole: float
+    """Loss with every block."""
+    found: tuple[LeftOut, ...]
+    """In the order in which they were left out."""
+
+
+class _Absent(nn.Module):
+    """A block that adds nothing."""
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Update:
+        return Update(torch.zeros_like(x), None)
+
+
+def find_least_blocks(
+    model: Transformer,
+    stream: Stream,
+    count: int,
+    *,
+    report: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> LeastBlocks:
+    """The blocks that the stream misses least, each found with those before it left out.
+
+    A block is measured anew only while it looks best by its last measurement: what it is worth
+    rises, if anything, as others go. `report` is told the measurements done, and how many there
+    are at least; `options` are those of `measure_stream`.
+    """
+    num_layers = model.config.num_layers
+    if model.config.routed_layers:
+        raise ValueError("blocks are left out of a dense model, and this one routes")
+    if not 1 <= count <= num_layers:
+        raise ValueError(f"{count} blocks cannot be chosen of {num_layers}: from 1 on, as many")
+    num_done = 0
+
+    def measure(left_out: Sequence[int]) -> float:
+        nonlocal num_done
+        loss = _measure_without(model, left_out, stream, options)
+        num_done += 1
+        if report is not None:
+            # one for the whole model and each block, and one to make sure of each later choice
+            report(num_done, max(num_done, num_layers + count))
+        return loss
+
+    whole = before = measure(())
+    rises = {layer: measure((layer,)) - before for layer in range(num_layers)}
+    found: list[LeftOut] = []
+    while len(found) < count:
+        sure: set[int] = set() if found else set(rises)
+        chosen = [each.layer for each in found]
+        while (layer := min(rises, key=rises.__getitem__)) not in sure:
+            rises[layer] = measure((*chosen, layer)) - before
+            sure.add(layer)
+        before += rises.pop(layer)
+        found.append(LeftOut(layer, before))
+    return LeastBlocks(whole, tuple(found))
+
+
+def _measure_without(
+    model: Transformer, left_out: Sequence[int], stream: Stream, options: dict[str, Any]
+) -> float:
+    kept = {layer: model.layers[layer] for layer in left_out}
+    try:
+        for layer in left_out:
+            model.layers[layer] = _Absent()
+        (rule,) = measure_stream(model, stream, **options)["rules"].values()
+        return rule["loss"]
+    finally:
+        for layer, block in kept.items():
+            model.layers[layer] = block
