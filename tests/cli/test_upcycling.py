@@ -47,7 +47,8 @@ def test_upcycle_then_sample_and_trace(
 def test_mistakes_end_in_a_sentence(
     dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = ("--out", str(tmp_path / "run"))
+    out, short = ("--out", str(tmp_path / "run")), tmp_path / "short.txt"
+    short.write_text("line 3")
     for args, told in (
         ((str(dense), *out, "--capacity", "2"), "routing.capacity = 2.0 must lie in"),
         ((str(dense), *out, "--gate", "soft"), "routing.gate = 'soft' does not fit"),
@@ -57,7 +58,7 @@ def test_mistakes_end_in_a_sentence(
         ((str(dense), *out, "--device", "cpu"), "--device is for --least"),
         ((str(dense), *out, "--least", "2"), "--least needs --text"),
         ((str(dense), *out, "--least", "0", "--text", "a.txt"), "--least 0 must be at least 1"),
-        ((str(dense), *out, "--least", "5", "--text", "a.txt"), "from 0 to 3"),
+        ((str(dense), *out, "--least", "5", "--text", "a.txt"), "5 blocks cannot route"),
         (
             (str(dense), *out, "--least", "2", "--text", "a.txt", "routing.layers=[1]"),
             "--least or routing.layers, and not both",
@@ -66,6 +67,7 @@ def test_mistakes_end_in_a_sentence(
             (str(dense), *out, "--least", "2", "--text", str(tmp_path / "none.txt")),
             "none.txt",
         ),
+        ((str(dense), *out, "--least", "2", "--text", str(short)), "give 64 or more, better 2,048"),
     ):
         assert main(["upcycle", *args]) == 2
         assert told in capsys.readouterr().err

@@ -18,8 +18,8 @@ from depthmix.cli.arguments import (
 if TYPE_CHECKING:
     from depthmix.checkpoint.source import Source
 
-# of the text that says which blocks are missed least, and in windows of
-MAX_TOKENS, MEASURED_LENGTH = 2048, 512
+# of the text that says which blocks are missed least; it is read in windows
+MIN_TOKENS, MAX_TOKENS, WINDOW = 64, 2048, 512
 
 
 @app.command(cls=FieldsCommand, context_settings=FIELDS_ALLOWED)
@@ -124,15 +124,20 @@ def choose_blocks(
 
     vocabulary = open_vocabulary(source.path, None)
     stream = read_texts([read_text(file) for file in texts], *vocabulary, MAX_TOKENS)
-    network = load(source, device)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    if len(stream.tokens) < MIN_TOKENS:
+        raise ValueError(
+            f"--text has {len(stream.tokens)} tokens, which says little about a block: give "
+            f"{MIN_TOKENS} or more, better {MAX_TOKENS:,}"
+        )
+    network, console = load(source, device), Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("leaving out blocks", total=None)
         least = find_least_blocks(
             network,
             stream,
             count,
             report=lambda done, total: bar.update(task, completed=done, total=total),
-            seq_len=MEASURED_LENGTH,
+            seq_len=WINDOW,
         )
     told = ", ".join(f"{each.loss:.3f} (block {each.layer})" for each in least.found)
     print(

@@ -75,6 +75,9 @@ def upcycle(
     opened = open_source(source, max_seq_len=_read_length(overrides))
     if opened.config.routed_layers:
         raise ValueError(f"{source} routes already: train it with 'depthmix train --from {source}'")
+    num_layers, wanted = opened.config.num_layers, overrides.get("routing.layers")
+    if choose is not None and wanted is not None and len(wanted) > num_layers:
+        raise ValueError(f"{len(wanted)} blocks cannot route: {source} has {num_layers}")
     config = opened.config.override({**DEFAULTS, **overrides})
     if not config.routed_layers:
         raise ValueError("routing.strategy = none leaves the model dense: choose another")
