@@ -207,8 +207,8 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, the model's max_seq_len is "
                 f"{config.max_seq_len}: give fewer"
             )
-        wrong = next((t for t in prompt if not 0 <= t < config.vocab_size), None)
-        if wrong is not None:
+        if min(prompt) < 0 or max(prompt) >= config.vocab_size:
+            wrong = next(t for t in prompt if not 0 <= t < config.vocab_size)
             raise ValueError(
                 f"token {wrong} is not in the vocabulary of {config.vocab_size}: is this the "
                 f"model's tokenizer?"

@@ -181,9 +181,18 @@ class Pages:
                 told[index : index + 1] = [page]
                 self._changes[layer, row, index] = page
 
-    def _free_pages(self, pages: Sequence[int]) -> None:
+    def _free_pages(self, pages: list[int]) -> None:
         """Take pages of a table back, its last first."""
-        self.num_free += len(pages)
+        count = len(pages)
+        self.num_free += count
+        if count and pages == list(range(pages[0], pages[0] + count)):
+            # neighbours, as most tables are, all at once
+            first, stop = pages[0], pages[0] + count
+            if self._stacked.find(1, first, stop) < 0:
+                self._owned[first:stop] = bytes(count)
+                self._stacked[first:stop] = b"\1" * count
+                self._stack.extend(reversed(pages))
+                return
         for page in reversed(pages):
             self._owned[page] = 0
             if not self._stacked[page]:
