@@ -186,12 +186,10 @@ class Pages:
         count = len(pages)
         self.num_free += count
         if count and pages == list(range(pages[0], pages[0] + count)):
-            # neighbours, as most tables are, all at once
             first, stop = pages[0], pages[0] + count
-            if self._stacked.find(1, first, stop) < 0:
+            if self._stacked.find(0, first, stop) < 0:
+                # neighbours that were taken as such, as most are: they never left the stack
                 self._owned[first:stop] = bytes(count)
-                self._stacked[first:stop] = b"\1" * count
-                self._stack.extend(reversed(pages))
                 return
         for page in reversed(pages):
             self._owned[page] = 0
