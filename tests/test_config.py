@@ -137,7 +137,7 @@ def test_routed_layers(every: int, first_dense: int, expected: tuple[int, ...]) 
 
 def test_routed_layers_may_be_listed() -> None:
     routing = {"strategy": "expert_choice", "layers": [0, 3], "every": 7, "first_dense": 9}
-    config = ModelConfig(num_layers=4, routing=routing)
+    config = ModelConfig.from_dict({"num_layers": 4, "routing": routing})
     assert config.routed_layers == (0, 3)
     assert ModelConfig.from_dict(config.to_dict()) == config
     # on a command line it is text, and 'none' empties it

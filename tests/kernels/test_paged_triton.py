@@ -82,7 +82,7 @@ def test_a_prompt_is_stored_as_the_truth_does(groups: int, width: int, count: in
     shape = (groups, 2 * most, page_size, width)
     truth = [torch.full(shape, torch.nan) for _ in range(2)]
     found = [t.to(DEVICE).transpose(0, 1).contiguous().transpose(0, 1) for t in truth]
-    store_prompt(keys, values, valid, row, *truth, table)
+    store_prompt(keys, values, valid, row, truth[0], truth[1], table)
     given = [t.to(DEVICE) for t in (keys, values, valid, row)]
     kernels.store_prompt(*given, *found, table.to(DEVICE))
     for ours, theirs, new in zip(found, truth, (keys, values), strict=True):

@@ -5,8 +5,8 @@ host neither launches kernels nor is asked anything. Elsewhere the same step run
 is how it is tested. Knows nothing of requests or of sampling, beyond the best token.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from depthmix.infer.cache import PagedCache
+from depthmix.infer.compiling import compiled_layers
 from depthmix.kernels import attend_pages
 from depthmix.kernels.recording import record_graph
 from depthmix.nn import Transformer
@@ -22,8 +23,6 @@ from depthmix.nn.attention import Place
 from depthmix.nn.block import Update
 from depthmix.nn.routing import Routing
 from depthmix.nn.transformer import Hidden
-
-MOST_SHAPES = 64
 
 
 class Outputs(NamedTuple):
@@ -64,32 +63,6 @@ class RoutedKernel(Protocol):
         table: Tensor,
         lengths: Tensor,
     ) -> Int[Tensor, " B"]: ...
-
-
-@contextmanager
-def compiled_layers(
-    model: Transformer,
-    *,
-    compile: bool,
-    replaced: Mapping[int, Callable[..., object]] | None = None,
-) -> Iterator[None]:
-    """Layers run compiled inside, one by one, so that equal ones share their code.
-
-    `replaced` are called in the place of the layers of these numbers.
-    """
-    for index, layer in enumerate(model.layers):
-        if replaced and index in replaced:
-            layer._compiled_call_impl = replaced[index]
-        elif compile:
-            layer.compile(fullgraph=True, dynamic=False)
-    try:
-        # each size of a batch or a prompt is compiled apart, and torch would stop at eight
-        with torch._dynamo.config.patch(recompile_limit=MOST_SHAPES):
-            yield
-    finally:
-        # what is not recorded has as many shapes as lengths, and runs as it is
-        for layer in model.layers:
-            layer._compiled_call_impl = None
 
 
 class StaticLayer:

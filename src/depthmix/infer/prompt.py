@@ -16,7 +16,7 @@ from torch import Tensor
 
 from depthmix.config import ModelConfig
 from depthmix.infer.cache import PagedCache
-from depthmix.infer.decode import compiled_layers
+from depthmix.infer.compiling import compiled_layers
 from depthmix.kernels import store_prompt
 from depthmix.kernels.recording import record_graph
 from depthmix.nn import Transformer
