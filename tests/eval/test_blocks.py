@@ -105,7 +105,7 @@ def test_a_block_is_judged_beside_those_already_out(
         measured.append(left_out)
         # blocks 0 and 1 do the same: one of them is enough
         alone = sum((0.1, 0.2, 0.3, 0.4, 0.5, 0.6)[layer] for layer in left_out)
-        return 2 + alone + 10 * ({0, 1} <= set(left_out))
+        return 2.0 + alone + 10 * ({0, 1} <= set(left_out))
 
     monkeypatch.setattr(blocks, "_measure_without", measure)
     least = find_least_blocks(model, stream, 3)

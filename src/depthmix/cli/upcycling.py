@@ -68,7 +68,7 @@ def upcycle(
     \b
     For example:
       depthmix upcycle models/SmolLM2-135M --out runs/smol --capacity 0.125
-      depthmix upcycle models/SmolLM2-135M --out runs/smol --least 10 --text essay.txt
+      depthmix upcycle SmolLM2-135M --out runs/smol --least 10 --text essay.txt
     """
     check_device(device)
     names, overrides = split_arguments(fields or [])
