@@ -51,7 +51,9 @@ def upcycle(
     ] = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(help="A text file for --least; may be repeated.", show_default=False),
+        typer.Option(
+            help="A text for --least; may be repeated.", metavar="FILE", show_default=False
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="For --least: cpu or cuda; a GPU if there is one.")
