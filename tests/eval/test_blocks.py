@@ -143,6 +143,16 @@ def test_the_model_is_whole_afterwards(
     assert all(a is b for a, b in zip(model.layers, before, strict=True))
 
 
+def test_blocks_may_have_experts(stream: Stream) -> None:
+    torch.manual_seed(0)
+    experts = {"routing.strategy": "none", "experts.strategy": "expert_choice"}
+    network = Transformer(load_preset("tiny", **experts, **{"experts.num_experts": 2})).double()
+    least = find_least_blocks(network, stream, 1, seq_len=40)
+    rules = measure_stream(network, stream, seq_len=40)["rules"]
+    assert list(rules) == ["topk", "causal"]
+    assert least.whole == rules["topk"]["loss"]
+
+
 def test_refusals(model: Transformer, stream: Stream) -> None:
     for count in (0, NUM_LAYERS + 1):
         with pytest.raises(ValueError, match=f"{count} blocks cannot be chosen of {NUM_LAYERS}"):

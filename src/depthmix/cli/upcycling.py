@@ -85,9 +85,10 @@ def upcycle(
         from depthmix.hf.upcycle import upcycle as make_run
     choose = None
     if least is None:
-        unused = {"--text": text, "--device": device}
-        for name in (name for name, value in unused.items() if value):
-            raise ValueError(f"{name} is for --least: say how many blocks shall route")
+        unused = [name for name, value in (("--text", text), ("--device", device)) if value]
+        if unused:
+            told = ", ".join(unused)
+            raise ValueError(f"{told} is for --least: say how many blocks shall route")
     else:
         if not text:
             raise ValueError("--least needs --text: a file on which the blocks are measured")

@@ -185,12 +185,12 @@ class Pages:
         """Take pages of a table back, its last first."""
         count = len(pages)
         self.num_free += count
-        if count and pages == list(range(pages[0], pages[0] + count)):
-            first, stop = pages[0], pages[0] + count
-            if self._stacked.find(0, first, stop) < 0:
-                # neighbours that were taken as such, as most are: they never left the stack
-                self._owned[first:stop] = bytes(count)
-                return
+        first = pages[0] if pages else 0
+        stop = first + count
+        if pages == list(range(first, stop)) and self._stacked.find(0, first, stop) < 0:
+            # neighbours that were taken as such, as most are: they never left the stack
+            self._owned[first:stop] = bytes(count)
+            return
         for page in reversed(pages):
             self._owned[page] = 0
             if not self._stacked[page]:
