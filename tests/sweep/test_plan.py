@@ -99,11 +99,12 @@ def test_overrides_that_do_not_fit(
 @pytest.mark.parametrize(
     ("name", "num_smoke", "num_gpu"),
     [
-        ("isoflop", 20, 44),
-        ("shapes", 6, 25),
+        ("isoflop", 20, 59),
+        ("shapes", 6, 34),
         ("capacity-frequency", 13, 29),
         ("controls", 6, 18),
-        ("experts", 4, 24),
+        ("experts", 4, 27),
+        ("placement", 5, 7),
     ],
 )
 def test_plans_of_the_package(name: str, num_smoke: int, num_gpu: int) -> None:
@@ -119,10 +120,10 @@ def test_plans_of_the_package(name: str, num_smoke: int, num_gpu: int) -> None:
 
 def test_isoflop_sizes_stand_around_the_best() -> None:
     plan = load_plan("isoflop", "gpu")
-    assert max(plan.budgets) == 10 * min(plan.budgets)
+    assert max(plan.budgets) >= 10 * min(plan.budgets)
     # with so many ids the head is a small part of each model
     cells = group_cells(expand_plan(plan, vocab_size=4096))
-    assert len(cells) == 6
+    assert len(cells) == 8
     for cell in cells:
         costs = [flops.flops_per_token(run.config.model) for run in cell]
         seeds = [run.config.train.seed for run in cell]
@@ -182,7 +183,7 @@ def test_the_documented_sizes_are_those_of_the_plan() -> None:
         model = run.config.model
         sizes = groups.setdefault((format_budget(run.budget), run.variant), {})
         sizes.setdefault(f"{model.width}×{model.num_layers}", []).append(run)
-    assert len(rows) == len(groups) == 6
+    assert len(rows) == len(groups) == 8
     for budget, variant, sizes, steps, tokens in rows:
         found = groups[budget, variant]
         named = (f"**{size}**" if len(seeds) > 1 else size for size, seeds in found.items())

@@ -92,7 +92,8 @@ def test_unknown_scales(tree: dict[str, Any]) -> None:
 
 
 def test_plans_by_name(tmp_path: Path) -> None:
-    assert plan_names() == ["capacity-frequency", "controls", "experts", "isoflop", "shapes"]
+    names = ["capacity-frequency", "controls", "experts", "isoflop", "placement", "shapes"]
+    assert plan_names() == names
     with pytest.raises(ValueError, match=r"no plan 'isoflops'\. Did you mean 'isoflop'"):
         load_plan("isoflops")
     with pytest.raises(ValueError, match=r"cannot read 'nowhere\.toml': No such file"):
