@@ -6,7 +6,9 @@
 For each run: milliseconds of a training step of its own batch, alone on the device (on a GPU
 compiled, in bf16 and as a CUDA graph). Then, with its weights, microseconds a token through the
 whole engine at temperature 1 from the beginning of a document, the share of blocks that were run,
-the most bytes of keys and values in use, and Joules a token where the driver tells.
+the most bytes of keys and values in use, and Joules a token where the driver tells. On a GPU also
+what the device alone takes for it: its recorded step over the same documents, without drawing and
+without the host.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import sys
 from pathlib import Path
 
 import torch
+from decode_step import prepare_decode
 from meters import EnergyMeter, name_device, open_meter, time_call, time_steps
 
 from depthmix import flops
@@ -66,6 +69,7 @@ def measure_sampling(
     results = []
     seconds = time_call(lambda: results.extend(engine.generate(prompts, params)), device)
     samples = [sample for result in results for sample in result.samples]
+    documents = [list(result.prompt) + list(result.samples[0].tokens) for result in results]
     count = sum(len(sample.tokens) for sample in samples)
     measured = {
         "batch": batch,
@@ -76,15 +80,19 @@ def measure_sampling(
     }
     if meter is not None:
         measured["joules_per_token"] = (meter.read_joules() - before) / count
+    if device == "cuda":
+        step = prepare_decode(engine.model, batch, num_tokens // 2, documents=documents)
+        times = time_steps(step, device, num_tokens // 4)
+        measured["us_on_device"] = statistics.median(times) / batch
     return measured
 
 
 def print_table(rows: list[dict]) -> None:
     print("| run | parameters | forward MFLOP a token | ms a training step |", end="")
-    print(" batch | µs a token | blocks run | cache MiB | mJ a token |")
-    print("|---" * 9 + "|")
+    print(" batch | µs a token | on the device | blocks run | cache MiB | mJ a token |")
+    print("|---" * 10 + "|")
     for row in rows:
-        joules = row.get("joules_per_token")
+        joules, alone = row.get("joules_per_token"), row.get("us_on_device")
         cells = [
             row["run"],
             f"{row['parameters']:,}",
@@ -92,6 +100,7 @@ def print_table(rows: list[dict]) -> None:
             f"{row['ms_per_step']:.2f}",
             str(row["batch"]),
             f"{row['us_per_token']:.1f}",
+            "" if alone is None else f"{alone:.1f}",
             f"{row['share_executed']:.1%}",
             f"{row['cache_bytes'] / 2**20:.2f}",
             "" if joules is None else f"{1e3 * joules:.2f}",

@@ -20,7 +20,6 @@ from depthmix.nn import Output, Routing, Transformer
 from depthmix.nn.experts import Experts
 from depthmix.nn.router import Predictor
 from depthmix.presets import load_preset
-from depthmix.recipe import Recipe, RunConfig
 
 STRATEGIES = ("none", "expert_choice", "token_choice", "stochastic", "early_exit", "causal")
 
@@ -421,61 +420,3 @@ def test_absurd_requests_are_refused(arguments: dict[str, Any], sentence: str) -
             count(config, **arguments)
     with pytest.raises(ValueError, match="bytes_per_element"):
         flops.kv_cache_bytes(config, bytes_per_element=0)
-
-
-def test_a_run_without_a_budget_has_a_length() -> None:
-    assert flops.count_steps(RunConfig()) == flops.DEFAULT_STEPS
-
-
-def test_a_budget_of_steps_is_its_steps() -> None:
-    assert flops.count_steps(RunConfig(train=Recipe(steps=7))) == 7
-
-
-@given(st.integers(1, 10**6), st.integers(1, 64), st.integers(1, 64), st.data())
-def test_tokens_pay_for_whole_steps(
-    num_steps: int, batch_size: int, seq_len: int, data: st.DataObject
-) -> None:
-    per_step = batch_size * seq_len
-    more = data.draw(st.integers(0, per_step - 1))
-    recipe = Recipe(
-        tokens=float(num_steps * per_step + more), batch_size=batch_size, seq_len=seq_len
-    )
-    assert flops.count_steps(RunConfig(model=load_preset("tiny"), train=recipe)) == num_steps
-
-
-@given(st.integers(1, 10**4), st.integers(1, 64), st.floats(0.01, 0.99))
-def test_flops_pay_for_whole_steps(num_steps: int, batch_size: int, more: float) -> None:
-    model = load_preset("tiny")
-    per_step = flops.training_flops(model, seq_len=32, batch_size=batch_size)
-    for steps in (num_steps, num_steps + more):
-        recipe = Recipe(flops=float(steps * per_step), batch_size=batch_size, seq_len=32)
-        assert flops.count_steps(RunConfig(model=model, train=recipe)) == num_steps
-
-
-def test_equal_compute_is_more_steps_for_a_routed_model() -> None:
-    routed = load_preset("demo")
-    counts = [
-        flops.count_steps(RunConfig(model=model, train=Recipe(flops=1e14, batch_size=8)))
-        for model in (routed, routed.dense_twin())
-    ]
-    per_step = [
-        flops.training_flops(model, batch_size=8) for model in (routed, routed.dense_twin())
-    ]
-    assert counts == [int(1e14 / per_step[0]), int(1e14 / per_step[1])]
-    assert counts[0] > 1.5 * counts[1]
-
-
-def test_micro_batches_cost_nothing() -> None:
-    runs = [RunConfig(train=Recipe(flops=1e16, accumulate=n)) for n in (1, 4)]
-    assert flops.count_steps(runs[0]) == flops.count_steps(runs[1])
-
-
-def test_less_than_a_step_is_refused() -> None:
-    model = load_preset("tiny")
-    tokens = Recipe(tokens=16 * 64 - 1.0)
-    per_step = flops.training_flops(model, batch_size=16)
-    for recipe in (tokens, Recipe(flops=per_step * 0.5)):
-        with pytest.raises(ValueError, match=r"less than one step .*make train.batch_size smaller"):
-            flops.count_steps(RunConfig(model=model, train=recipe))
-    assert flops.count_steps(RunConfig(model=model, train=Recipe(tokens=16 * 64.0))) == 1
-    assert flops.count_steps(RunConfig(model=model, train=Recipe(flops=float(per_step)))) == 1

@@ -156,7 +156,6 @@ def recipes(draw: st.DrawFn) -> Recipe:
     values["accumulate"] = draw(st.integers(1, 8))
     values["batch_size"] *= values["accumulate"]
     assume(not (values["trainable"] == "lora" and values["optimizer"] == "muon"))
-    assume(not (values["capacity_from"] and budget == "flops"))
     return Recipe(**values)
 
 

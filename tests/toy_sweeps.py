@@ -20,7 +20,7 @@ TRAINER = """
 import json, os, signal, sys, time
 from pathlib import Path
 from depthmix.fields import parse_override
-from depthmix.flops import count_steps
+from depthmix.budget import count_steps
 from depthmix.presets import load_model
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir

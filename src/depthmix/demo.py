@@ -13,10 +13,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from depthmix.budget import count_steps
 from depthmix.data.shards import Corpus
 from depthmix.describe import describe_model, print_tables
 from depthmix.files import replace_file
-from depthmix.flops import count_steps
 from depthmix.infer import SamplingParams
 from depthmix.plot import draw_text_plot, plot_losses
 from depthmix.presets import load_model

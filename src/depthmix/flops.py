@@ -10,15 +10,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from depthmix.config import ModelConfig, num_kept
-from depthmix.recipe import RunConfig
 
 __all__ = [
-    "DEFAULT_STEPS",
     "PARTS",
     "TRAINING_FACTOR",
     "Parameters",
     "count_parts",
-    "count_steps",
     "flops_per_token",
     "forward_flops",
     "kv_cache_bytes",
@@ -38,9 +35,6 @@ PARTS = (
     "head",
 )
 """What `count_parts` tells apart; the experts' routers and predictors are among the others."""
-
-DEFAULT_STEPS = 1000
-"""Length of a run that names no budget."""
 
 TRAINING_FACTOR = 3
 """A training step counts one forward pass, and two more for the backward pass."""
@@ -277,24 +271,3 @@ def _check_seq_len(config: ModelConfig, seq_len: int | None) -> int:
 def _check_positive(name: str, value: int) -> None:
     if value < 1:
         raise ValueError(f"{name} = {value} must be at least 1")
-
-
-def count_steps(run: RunConfig) -> int:
-    """Optimisation steps that a run's budget pays for; `DEFAULT_STEPS` where it has none."""
-    recipe = run.train
-    if recipe.steps is not None:
-        return recipe.steps
-    if recipe.tokens is not None:
-        steps = recipe.tokens / run.tokens_per_step
-    elif recipe.flops is not None:
-        steps = recipe.flops / training_flops(
-            run.model, seq_len=run.seq_len, batch_size=recipe.batch_size
-        )
-    else:
-        return DEFAULT_STEPS
-    if steps < 1:
-        raise ValueError(
-            f"this budget is less than one step ({steps:.2g} of one): raise it, or make "
-            f"train.batch_size smaller"
-        )
-    return int(steps)

@@ -290,8 +290,6 @@ def _find_problems(recipe: Recipe) -> Iterator[str]:
         yield "train.trainable = lora is not for Muon, which wants whole matrices: use adamw"
     if recipe.capacity_from is not None and not 0 < recipe.capacity_from <= 1:
         yield f"train.capacity_from = {recipe.capacity_from} must lie in (0, 1]"
-    if recipe.capacity_from is not None and recipe.flops is not None:
-        yield "train.flops cannot be kept while the capacity falls: give train.steps or tokens"
     if recipe.keep_checkpoints < 1:
         yield "train.keep_checkpoints must be at least 1: without one nothing can be resumed"
 

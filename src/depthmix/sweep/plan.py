@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from depthmix import flops
+from depthmix.budget import count_flops, count_steps
 from depthmix.config import ModelConfig
 from depthmix.presets import load_model
 from depthmix.recipe import RunConfig
@@ -95,11 +96,8 @@ def _plan_run(
             raise ValueError(f"{name} is decided by the plan's {owner}: take it away")
     chosen = {**given, "train.flops": budget, "train.seed": seed}
     config = RunConfig.from_overrides(model, chosen)
-    num_steps = flops.count_steps(config)
+    num_steps = count_steps(config)
     shape = size_name or f"w{config.model.width}-l{config.model.num_layers}"
-    per_step = flops.training_flops(
-        config.model, seq_len=config.seq_len, batch_size=config.train.batch_size
-    )
     return PlannedRun(
         name=f"{plan.name}/{format_budget(budget)}/{variant}/{shape}-s{seed}",
         variant=variant,
@@ -108,7 +106,7 @@ def _plan_run(
         overrides=chosen,
         config=config,
         num_steps=num_steps,
-        flops=num_steps * per_step,
+        flops=count_flops(config),
         num_parameters=flops.num_parameters(config.model).total,
     )
 

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from depthmix import flops
+from depthmix.budget import count_steps, list_stages
 from depthmix.checkpoint.ranks import Ranks
 from depthmix.checkpoint.source import Source, open_run
 from depthmix.data.default import find_cache, prepare_default
@@ -24,7 +25,6 @@ from depthmix.data.progress import show_progress
 from depthmix.describe import format_number
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir, State, collect_provenance, name_run
-from depthmix.train.anneal import list_stages
 from depthmix.train.log import READER_GONE
 from depthmix.train.loop import Outcome, Trainer
 from depthmix.train.parallel import World, open_world
@@ -73,7 +73,7 @@ def _start(plan: Plan, world: World, ranks: Ranks, console: Console) -> tuple[Ou
     if plan.out is not None:
         RunDir(plan.out).check_free()
     check_memory(run, world)
-    list_stages(run, flops.count_steps(run))
+    list_stages(run, count_steps(run))
     teacher = _open_teacher(plan, run)
     data = plan.data or ranks.do_first(lambda: _prepare_default(console))
     corpus = ranks.do_first(lambda: open_corpus(data, run))
@@ -106,7 +106,7 @@ def _resume(
     if not config.keys() >= {"model", "train"}:
         raise ValueError(f"'{path / 'config.toml'}' is damaged: put back a copy of it")
     run = RunConfig.from_dict(config)
-    status, num_steps = {}, flops.count_steps(run)
+    status, num_steps = {}, count_steps(run)
     # only to say that there is nothing to do
     with suppress(ValueError):
         status = folder.read_json("status.json")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
-from depthmix import flops
+from depthmix.budget import count_steps
 from depthmix.checkpoint import (
     Checkpoints,
     collect_rng,
@@ -78,7 +78,7 @@ class Trainer:
         if recipe.cuda_graph and device.type != "cuda":
             raise ValueError("train.cuda_graph = true needs a GPU: leave it out")
         self.run, self.corpus, self.world = run, corpus, world
-        self.num_steps = flops.count_steps(run)
+        self.num_steps = count_steps(run)
         shape: dict[str, Any] = {"seq_len": run.seq_len, "batch_size": recipe.batch_size}
         shape |= {"seed": recipe.seed, "rank": world.rank, "world_size": world.size}
         self.loader = Loader(corpus.split("train"), **shape)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from depthmix import flops
+from depthmix.budget import count_steps, list_stages
 from depthmix.recipe import RunConfig
-from depthmix.train.anneal import list_stages
 from depthmix.train.evaluate import describe_routing
 from depthmix.train.parallel import World
 from depthmix.train.step import StepLoss
@@ -66,7 +66,7 @@ class Meter:
         # causal attention computes half of its square: the convention for a device's use
         self.used_per_step = flops.training_flops(run.model, **sizes, causal_half=True)
         # while a capacity falls, steps take more: by the first step of each stage
-        stages = list_stages(run, flops.count_steps(run)).items()
+        stages = list_stages(run, count_steps(run)).items()
         self._stage_flops = {n: flops.training_flops(m, **sizes) for n, m in stages}
         self._stage_used = {
             n: flops.training_flops(m, **sizes, causal_half=True) for n, m in stages

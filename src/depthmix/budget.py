@@ -1,0 +1,100 @@
+"""What a run's budget pays for: its steps, and the capacities that they have.
+
+A capacity that falls makes a run's first steps dearer than its last ones, so the two are counted
+together. A stage is a function of the step and the recipe, both of which are in every checkpoint:
+there is no counter that a resumed run could lose. Knows nothing of torch.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import pairwise
+
+from depthmix.config import ModelConfig
+from depthmix.flops import training_flops
+from depthmix.recipe import RunConfig
+
+DEFAULT_STEPS = 1000
+"""Length of a run that names no budget."""
+
+
+def count_steps(run: RunConfig) -> int:
+    """Optimisation steps that a run's budget pays for; `DEFAULT_STEPS` where it has none."""
+    recipe = run.train
+    if recipe.steps is not None:
+        return recipe.steps
+    if recipe.tokens is not None:
+        return _round_down(recipe.tokens / run.tokens_per_step)
+    if recipe.flops is None:
+        return DEFAULT_STEPS
+    steps = recipe.flops / _price(run, run.model)
+    if recipe.capacity_from is None or steps < 1:
+        return _round_down(steps)
+    # no step is cheaper than the last ones, so these are the most that there can be
+    most, price = int(steps), cache(partial(_price, run))
+    return bisect_right(
+        range(1, most + 1), recipe.flops, key=lambda count: _add_up(run, count, price)
+    )
+
+
+def count_flops(run: RunConfig) -> int:
+    """FLOPs of all steps of a run, each at the capacities that it has."""
+    return _add_up(run, count_steps(run), partial(_price, run))
+
+
+def list_stages(run: RunConfig, num_steps: int) -> dict[int, ModelConfig]:
+    """First step → the model with the capacities that hold from there on, in order.
+
+    One stage, unless `train.capacity_from` says otherwise. The last step has the model's own.
+    """
+    recipe, model = run.train, run.model
+    if recipe.capacity_from is None:
+        return {0: model}
+    _check(run, recipe.capacity_from)
+    # the slack keeps 0.07 · 100 from becoming 8
+    num_falling = min(num_steps - 1, math.ceil(recipe.capacity_share * num_steps - 1e-9))
+    stages, count = {}, recipe.capacity_stages
+    for stage in range(count):
+        left = 1 - stage / count
+        shares = tuple(c + (recipe.capacity_from - c) * left for c in model.capacities)
+        first = math.ceil(stage * num_falling / count)
+        # of two that begin at once, in a short run, the later counts
+        stages[first] = model.override({"routing.capacity": shares})
+    return {**stages, num_falling: model}
+
+
+def _add_up(run: RunConfig, num_steps: int, price: Callable[[ModelConfig], int]) -> int:
+    stages = list_stages(run, num_steps)
+    counts = (end - first for first, end in pairwise([*stages, num_steps]))
+    return sum(count * price(model) for count, model in zip(counts, stages.values(), strict=True))
+
+
+def _price(run: RunConfig, model: ModelConfig) -> int:
+    return training_flops(model, seq_len=run.seq_len, batch_size=run.train.batch_size)
+
+
+def _round_down(steps: float) -> int:
+    if steps < 1:
+        raise ValueError(
+            f"this budget is less than one step ({steps:.2g} of one): raise it, or make "
+            f"train.batch_size smaller"
+        )
+    return int(steps)
+
+
+def _check(run: RunConfig, first: float) -> None:
+    shares = run.model.capacities
+    if not shares:
+        raise ValueError("train.capacity_from needs blocks that route: leave it out")
+    if first < max(shares):
+        raise ValueError(
+            f"train.capacity_from = {first} is less than the model's capacity {max(shares)}: it is "
+            f"what capacities fall from"
+        )
+    kv_capacity = run.model.routing.kv_capacity
+    if kv_capacity is not None and first > kv_capacity:
+        raise ValueError(
+            f"train.capacity_from = {first} is more than routing.kv_capacity = {kv_capacity}: "
+            f"nobody is updated who does not offer keys"
+        )
