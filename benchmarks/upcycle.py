@@ -1,7 +1,7 @@
 """What upcycling costs: one dense model made cheaper in several ways, each healed, side by side.
 
     python benchmarks/upcycle.py models/SmolLM2-135M --data data --out runs/upcycle --steps 1000
-    python benchmarks/upcycle.py MODEL --data data --out OUT --steps 300 --only dense least-10
+    python benchmarks/upcycle.py MODEL --data data --out OUT --steps 300 --only dense,least-10
 
 The ways are in a file (`upcycle.toml` beside this one). Each is an ordinary run of `depthmix
 upcycle` and `depthmix train --from`, `--jobs` of them at a time; what is finished is kept, what was
@@ -119,12 +119,13 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--val-tokens", type=int, help="of the validation text; all if empty")
     parser.add_argument("--ways", type=Path, default=Path(__file__).with_suffix(".toml"))
-    parser.add_argument("--only", nargs="+", metavar="WAY", help="these ways")
+    parser.add_argument("--only", metavar="WAYS", help="these ways, commas between them")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("field", nargs="*", help="fields of every run, such as train.batch_size=16")
     args = parser.parse_intermixed_args()
     ways = {name: flatten(tree) for name, tree in tomllib.loads(args.ways.read_text()).items()}
-    if unknown := set(args.only or ()) - set(ways):
+    chosen = args.only.split(",") if args.only else list(ways)
+    if unknown := set(chosen) - set(ways):
         sys.exit(f"there is no way '{min(unknown)}' in {args.ways}: use {', '.join(ways)}")
     args.out.mkdir(parents=True, exist_ok=True)
     started: dict[str, Future[Path]] = {}
@@ -140,7 +141,7 @@ def main() -> None:
 
     rows = []
     with ThreadPoolExecutor(args.jobs) as pool:
-        for name in args.only or ways:
+        for name in chosen:
             started[name] = pool.submit(work, name)
     paths = {"original": args.model} | {
         name: future.result() for name, future in started.items() if future.exception() is None

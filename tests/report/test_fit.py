@@ -1,6 +1,7 @@
 """Minima are found where they are, and only there."""
 
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -111,9 +112,15 @@ def test_minima_are_compared_under_causal_routing(tmp_path: Path) -> None:
     dense = find_dense(fits, 1e12)
     assert dense is not None
     assert found.relative_flops == pytest.approx(found.fit.flops_per_token / dense.flops_per_token)
-    good = [size for size in found.fit.sizes if size.loss <= 4.0]
-    assert 0 < len(good) < len(found.fit.sizes)
-    assert found.parity_flops == pytest.approx(good[0].flops_per_token / dense.flops_per_token)
+    # the curve falls to the dense minimum between two of the sizes
+    place = center * math.exp(-math.sqrt(0.1 / 0.2))
+    small, large = next(p for p in pairwise(found.fit.sizes) if p[1].parameters > place)
+    assert small.loss > 4.0 > large.loss
+    share = math.log(place / small.parameters) / math.log(large.parameters / small.parameters)
+    wanted = small.flops_per_token * (large.flops_per_token / small.flops_per_token) ** share
+    assert found.parity_flops == pytest.approx(wanted / dense.flops_per_token)
+    told = f", and as good at {100 * wanted / dense.flops_per_token:.0f} %."
+    assert tell_comparison(found).endswith(told)
     # top-k stands a hundredth below
     topk = {fit.variant: fit for fit in fit_runs(rows, lambda row: row.loss) if fit.budget == 1e12}
     assert topk["mod"].loss == pytest.approx(3.89)
@@ -136,6 +143,20 @@ def test_without_a_dense_model_plain_experts_take_its_place(tmp_path: Path) -> N
     compared = compare_minima(fit_runs(load_runs(tmp_path).rows))
     assert {found.dense.kind for found in compared} == {"dense"}
     assert len(compared) == 3
+
+
+def test_parity_does_not_go_beyond_the_sizes_tried(tmp_path: Path) -> None:
+    write_bowl(tmp_path, "dense", DENSE, Bowl(MIDDLE, 4.0))
+    middle = count_parameters({**MOD, "width": 64}) * 1.2
+    # better than dense by so much that even the smallest size is, or a minimum that is none
+    for name, bowl in (("deep", Bowl(middle, 1.0)), ("far", Bowl(middle / 90, 1.0))):
+        write_bowl(tmp_path, name, MOD, bowl, routed=True)
+    for found in compare_minima(fit_runs(load_runs(tmp_path).rows)):
+        assert found.fit.bracketed == (found.fit.variant == "deep")
+        smallest = found.fit.sizes[0]
+        assert smallest.loss < 4.0
+        wanted = smallest.flops_per_token / found.dense.flops_per_token
+        assert found.parity_flops == pytest.approx(wanted)
 
 
 def test_a_worse_variant_has_no_parity(tmp_path: Path) -> None:

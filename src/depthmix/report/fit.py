@@ -77,10 +77,26 @@ class Fit(NamedTuple):
 
     @property
     def flops_per_token(self) -> float:
-        """Forward FLOPs at the minimum, between sizes by a line through their logarithms."""
+        """Forward FLOPs at the minimum."""
+        return self._flops_at(math.log(self.parameters))
+
+    def find_parity(self, loss: float) -> float | None:
+        """Least forward FLOPs that reach this loss, if any do.
+
+        Where the curve falls to it between the sizes tried, if its minimum is bracketed; else those
+        of the cheapest size.
+        """
+        if self.curve is not None and self.bracketed and self.curve.bottom <= loss:
+            reach = math.sqrt((loss - self.curve.bottom) / self.curve.bend)
+            return self._flops_at(self.curve.center - reach)
+        good = [size.flops_per_token for size in self.sizes if size.loss <= loss]
+        return min(good) if good else None
+
+    def _flops_at(self, place: float) -> float:
+        """Forward FLOPs at log(parameters), between sizes by a line through their logarithms."""
         xs = [math.log(size.parameters) for size in self.sizes]
         ys = [math.log(size.flops_per_token) for size in self.sizes]
-        return math.exp(float(np.interp(math.log(self.parameters), xs, ys)))
+        return math.exp(float(np.interp(place, xs, ys)))
 
 
 class Comparison(NamedTuple):
@@ -93,7 +109,7 @@ class Comparison(NamedTuple):
     relative_flops: float
     """Its forward FLOPs at the minimum over those of the dense minimum."""
     parity_flops: float | None
-    """The same for its cheapest size that is at least as good as the dense minimum, if any is."""
+    """The same where it first is as good as the dense minimum, if it is anywhere."""
 
     @property
     def is_sound(self) -> bool:
@@ -201,14 +217,14 @@ def compare_minima(fits: Sequence[Fit]) -> list[Comparison]:
         dense = find_dense(fits, fit.budget)
         if dense is None or fit is dense:
             continue
-        good = [size.flops_per_token for size in fit.sizes if size.loss <= dense.loss]
+        parity = fit.find_parity(dense.loss)
         found.append(
             Comparison(
                 fit=fit,
                 dense=dense,
                 percent=100 * (fit.loss - dense.loss) / dense.loss,
                 relative_flops=fit.flops_per_token / dense.flops_per_token,
-                parity_flops=min(good) / dense.flops_per_token if good else None,
+                parity_flops=None if parity is None else parity / dense.flops_per_token,
             )
         )
     return found

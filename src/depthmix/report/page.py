@@ -84,7 +84,7 @@ MINIMA_NOTE = (
     "The lowest loss of each variant at each budget: of a parabola in log(parameters) where it is "
     "bracketed, else of the best size tried, which says less. Differences are to the dense minimum "
     "of the same budget, or to that of plain experts where no dense model was trained; negative is "
-    "better. Parity is the cheapest size that reaches that minimum. Spread is the standard "
+    "better. Parity is where it first is as good as that minimum. Spread is the standard "
     "deviation over seeds at the best size."
 )
 SIZES_NOTE = (
@@ -113,7 +113,9 @@ def tell_comparison(found: Comparison) -> str:
         f"{100 * found.relative_flops:.0f} % of its forward FLOPs."
     )
     if found.is_sound:
-        return sentence
+        if found.parity_flops is None:
+            return sentence
+        return f"{sentence[:-1]}, and as good at {100 * found.parity_flops:.0f} %."
     open_ends = [
         f"{each.variant}: {each.note}" for each in (fit, found.dense) if not each.bracketed
     ]
