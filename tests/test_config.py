@@ -317,6 +317,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         qkv_bias=draw(st.booleans()),
         tied_head=draw(st.booleans()),
         rope_theta=draw(st.floats(1e-3, 1e9)),
+        rope_factors=draw(st.sampled_from([None, (4.0,), (32.0, 1.0, 4.0, 8192.0)])),
         norm_eps=draw(st.floats(1e-12, 1.0)),
         routing=routing,
         experts=draw(st.sampled_from([experts, {}])),

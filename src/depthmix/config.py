@@ -153,8 +153,7 @@ class ModelConfig:
     head_width: int | None = None
     """Width of one head, even. Empty means width / num_heads."""
     mlp_width: int | None = None
-    """Hidden width of the MLP. Empty means 8/3 of width (swiglu, rounded up to a multiple of 128)
-    or 4 times width (gelu)."""
+    """Hidden width of the MLP. Empty: 8/3 of width (swiglu, in steps of 128), or 4 times (gelu)."""
     mlp: Mlp = "swiglu"
     """Form of the MLP: swiglu or gelu."""
     qk_norm: bool = False
@@ -165,6 +164,8 @@ class ModelConfig:
     """Use the embedding matrix as the output head."""
     rope_theta: float = 10000.0
     """Base of the rotary position frequencies."""
+    rope_factors: tuple[float, ...] | None = None
+    """Divides them: one number all alike, or Llama 3's factor, low, high and first length."""
     norm_eps: float = 1e-6
     """Epsilon inside every RMSNorm."""
     routing: RoutingConfig = field(default_factory=RoutingConfig)

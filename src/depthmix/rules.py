@@ -43,8 +43,22 @@ def find_problems(config: "ModelConfig") -> Iterator[str]:
     for name in ("rope_theta", "norm_eps"):
         if not 0 < getattr(config, name) < math.inf:
             yield f"{name} = {getattr(config, name)} must be a positive number"
+    yield from _rope_problems(config)
     yield from _routing_problems(config, routing)
     yield from _expert_problems(config, experts)
+
+
+def _rope_problems(config: "ModelConfig") -> Iterator[str]:
+    factors = config.rope_factors
+    if factors is None:
+        return
+    given = f"rope_factors = {list(factors)}"
+    if len(factors) not in (1, 4):
+        yield f"{given} must be one number, or four: factor, low, high and first length"
+    elif not all(0 < number < math.inf for number in factors):
+        yield f"{given} must be positive numbers"
+    elif len(factors) == 4 and factors[1] >= factors[2]:
+        yield f"{given} must have a low frequency factor, the second, below the high one, the third"
 
 
 def _routing_problems(config: "ModelConfig", routing: "RoutingConfig") -> Iterator[str]:

@@ -72,7 +72,8 @@ def test_fields_may_be_changed_where_they_are_routing(dense: Path, tmp_path: Pat
     with pytest.raises(ValueError, match="only fields of routing may be changed"):
         upcycle(dense, tmp_path / "other", {**ROUTING, "width": 64, "head_width": 8})
     # whose tensors would all fit, and which would be another function
-    for name, value in (("rope_theta", 9.0), ("norm_eps", 0.1), ("max_seq_len", 128)):
+    rope = (("rope_theta", 9.0), ("rope_factors", (2.0,)))
+    for name, value in (*rope, ("norm_eps", 0.1), ("max_seq_len", 128)):
         with pytest.raises(ValueError, match=f"{name} = .* only fields of routing may be changed"):
             upcycle(dense, tmp_path / "other", {**ROUTING, name: value})
     heads = {"num_heads": 2, "num_kv_heads": 1, "head_width": 16}

@@ -11,15 +11,9 @@ from torch import Tensor
 
 from depthmix.checkpoint.fit import fit_weights
 from depthmix.checkpoint.weights import build_model
-from depthmix.hf.weights import (
-    INDEX_FILE,
-    WEIGHTS_FILE,
-    list_entries,
-    read_config,
-    read_weights,
-    to_foreign,
-)
-from foreign_models import KINDS, make_foreign, write_foreign
+from depthmix.hf.families import read_config
+from depthmix.hf.weights import INDEX_FILE, WEIGHTS_FILE, list_entries, read_weights, to_foreign
+from foreign_models import KINDS, make_foreign
 
 ROUTED = {
     "routing.strategy": "expert_choice",
@@ -27,25 +21,6 @@ ROUTED = {
     "routing.gate": "tanh1",
     "routing.init_std": 0.0,
 }
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("foreign")
-    return {kind: write_foreign(folder / kind, kind) for kind in KINDS}
-
-
-@pytest.fixture
-def llama(folders: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
-    for path in folders["llama"].iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    return tmp_path
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def change_weights(folder: Path, **changes: Tensor | None) -> None:
@@ -90,25 +65,6 @@ def test_names_go_both_ways(folders: dict[str, Path], kind: str) -> None:
         assert torch.equal(back[name], value), name
 
 
-def test_configuration_fields(folders: dict[str, Path]) -> None:
-    config = read_config(folders["mistral"])
-    assert (config.width, config.num_heads, config.num_kv_heads) == (32, 4, 2)
-    assert (config.head_width, config.mlp_width, config.num_layers) == (16, 48, 4)
-    assert (config.max_seq_len, config.vocab_size) == (64, 300)
-    assert (config.rope_theta, config.norm_eps, config.mlp) == (5000.0, 1e-5, "swiglu")
-    assert not config.tied_head
-    assert read_config(folders["llama_tied"]).tied_head
-    assert read_config(folders["qwen2"]).qkv_bias
-    assert read_config(folders["qwen3"]).qk_norm
-    assert read_config(folders["qwen3"]).head_width == 12
-    assert read_config(folders["llama"], max_seq_len=16).max_seq_len == 16
-
-
-def test_rope_theta_of_older_releases(llama: Path) -> None:
-    change_config(llama, rope_parameters=None, rope_theta=123.0, rope_scaling=None)
-    assert read_config(llama).rope_theta == 123.0
-
-
 def test_sharded_and_half_precision_weights(llama: Path) -> None:
     config = read_config(llama)
     wanted = {n: v.bfloat16().float() for n, v in read_weights(llama, config).items()}
@@ -131,41 +87,6 @@ def test_sharded_and_half_precision_weights(llama: Path) -> None:
     (llama / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
     with pytest.raises(ValueError, match=f"does not hold '{names[0]}'"):
         read_weights(llama, config)
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"model_type": "gpt_neox"}, "architecture 'gpt_neox', .* llama, mistral, qwen2, qwen3"),
-        ({"model_type": "smollm3"}, "architecture 'smollm3'"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"hidden_act": "gelu"}, "the activation 'gelu'"),
-        ({"attention_bias": True}, "attention_bias = true"),
-        ({"mlp_bias": True}, "mlp_bias = true"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "of type 'llama3'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial rotary"),
-        ({"model_type": "mistral", "sliding_window": 16}, "16 tokens.* max_seq_len=16"),
-        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, "window of 16"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
-        ({"hidden_size": None}, "does not say hidden_size"),
-        ({"num_key_value_heads": 3}, "num_kv_heads = 3 does not divide"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_we_cannot_be_is_refused_by_name(
-    llama: Path, changes: dict[str, Any], told: str
-) -> None:
-    change_config(llama, **changes)
-    with pytest.raises(ValueError, match=told):
-        read_config(llama)
-
-
-def test_a_window_that_is_not_used_or_wide_enough_is_none(llama: Path) -> None:
-    change_config(llama, model_type="qwen2", sliding_window=16, use_sliding_window=False)
-    assert read_config(llama).max_seq_len == 64
-    change_config(llama, model_type="mistral", use_sliding_window=True)
-    assert read_config(llama, max_seq_len=16).max_seq_len == 16
 
 
 @pytest.mark.parametrize(
@@ -212,8 +133,3 @@ def test_pickled_and_damaged_weights_are_not_read(llama: Path) -> None:
     (llama / WEIGHTS_FILE).rename(llama / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pytorch_model.bin is pickled, and not read"):
         read_weights(llama, config)
-    (llama / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="is not a JSON object"):
-        read_config(llama)
-    with pytest.raises(ValueError, match=r"has no config.json"):
-        read_config(llama / "nowhere")

@@ -93,6 +93,21 @@ def test_phase_table_by_hand(position: int) -> None:
         assert found == pytest.approx([math.cos(angle), math.sin(angle)], abs=1e-7)
 
 
+def test_stretched_positions_by_hand() -> None:
+    plain = make_phase_table(64, 8, 100.0)
+    # as if every position were a quarter of itself
+    torch.testing.assert_close(make_phase_table(64, 8, 100.0, (4.0,))[::4], plain[:16])
+    # trained for 40 positions, in which the four frequencies turn 6.4, 2.0, 0.64 and 0.2 times
+    table = make_phase_table(64, 8, 100.0, (4.0, 1.0, 4.0, 40.0))
+    turns = 40 * 100.0**-0.25 / (2 * math.pi)
+    share = (turns - 1) / 3
+    assert 0 < share < 1
+    factors = torch.tensor([1.0, share + (1 - share) / 4, 0.25, 0.25], dtype=torch.float64)
+    angles = 63 * factors * 100.0 ** -torch.arange(0, 1, 0.25, dtype=torch.float64)
+    torch.testing.assert_close(table[63, 0], angles.cos().float())
+    torch.testing.assert_close(table[63, 1], angles.sin().float())
+
+
 def test_phases_are_looked_up_by_position() -> None:
     table = make_phase_table(10, 4, 100.0)
     phases = look_up_phases(table, torch.tensor([[0, 9, 3], [5, 5, 1]]))

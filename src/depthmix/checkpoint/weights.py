@@ -13,7 +13,6 @@ from depthmix.checkpoint import folder as disk
 from depthmix.checkpoint.tensors import read_part
 from depthmix.config import ModelConfig
 from depthmix.nn import Transformer
-from depthmix.nn.layers import make_phase_table
 
 Which = Literal["newest", "best"]
 
@@ -51,10 +50,7 @@ def build_model(config: ModelConfig, weights: dict[str, Tensor], origin: Path | 
     model.load_state_dict(weights, assign=True)
     if config.tied_head:
         model.head.weight = model.embedding.weight
-    # not saved, as it follows from the configuration
-    model.phase_table = make_phase_table(
-        config.max_seq_len, config.shape.head_width, config.rope_theta
-    )
+    model.phase_table = model.make_phases()
     return model.eval()
 
 

@@ -102,7 +102,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         # weights are drawn when the network is made; this table is in no file
         if isinstance(module, Transformer):
-            module.phase_table.copy_(module._make_phases())
+            module.phase_table.copy_(module.make_phases())
 
     def get_input_embeddings(self) -> nn.Module:
         """The table of tokens' vectors."""

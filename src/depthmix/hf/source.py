@@ -12,7 +12,8 @@ from depthmix import fields
 from depthmix.checkpoint.source import Source, open_run
 from depthmix.config import ModelConfig
 from depthmix.data.tokenizer import TOKENIZER_FILE, find_end_token, load_tokenizer
-from depthmix.hf.weights import CONFIG_FILE, find_files, read_config, read_tree, read_weights
+from depthmix.hf.families import CONFIG_FILE, read_config, read_tree
+from depthmix.hf.weights import find_files, read_weights
 
 # model_type of what depthmix exports
 OWN_KIND = "depthmix"

@@ -104,8 +104,8 @@ def upcycle(
 
 def _check_same(dense: ModelConfig, config: ModelConfig, source: Path) -> None:
     """Refuse another function than the source's; where tensors do not fit, that is told by name."""
-    fixed = ("num_heads", "num_kv_heads", "head_width", "rope_theta", "norm_eps", "max_seq_len")
-    for name in fixed:
+    heads, rope = ("num_heads", "num_kv_heads", "head_width"), ("rope_theta", "rope_factors")
+    for name in (*heads, *rope, "norm_eps", "max_seq_len"):
         before, after = getattr(dense, name), getattr(config, name)
         if before != after:
             raise ValueError(

@@ -3,6 +3,9 @@
 Knows nothing of attention, routing or depth.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -51,11 +54,28 @@ class RMSNorm(nn.Module):
         return (normalize_rms(x, self.eps) * self.weight).to(x.dtype)
 
 
-def make_phase_table(num_positions: int, head_width: int, theta: float) -> Tensor:
-    """Cosines and sines of every position's angles: (num_positions, 2, H/2), float32."""
+def make_phase_table(
+    num_positions: int, head_width: int, theta: float, factors: Sequence[float] | None = None
+) -> Tensor:
+    """Cosines and sines of every position's angles: (num_positions, 2, H/2), float32.
+
+    `factors` as in `ModelConfig.rope_factors`: a model that was trained for `length` positions is
+    stretched to `factor` times as many. By Llama 3's rule only slow frequencies are: those that
+    turn less than `low` times in that length by all of it, those that turn more than `high` times
+    not at all, and between them some of both.
+    """
     # computed in float64: at position 100,000 a float32 angle is off by 0.004
     exponent_h = torch.arange(0, head_width, 2, dtype=torch.float64) / head_width
-    angle_Th = torch.arange(num_positions, dtype=torch.float64)[:, None] * theta**-exponent_h
+    frequency_h = theta**-exponent_h
+    if factors is not None:
+        factor, *rule = factors
+        kept_h = torch.zeros_like(frequency_h)
+        if rule:
+            low, high, length = rule
+            turns_h = length * frequency_h / (2 * math.pi)
+            kept_h = ((turns_h - low) / (high - low)).clamp(0, 1)
+        frequency_h = frequency_h * (kept_h + (1 - kept_h) / factor)
+    angle_Th = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequency_h
     return torch.stack([angle_Th.cos(), angle_Th.sin()], dim=1).float()
 
 

@@ -75,18 +75,20 @@ class Transformer(nn.Module):
             self.layers.append(block)
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        self.register_buffer("phase_table", self._make_phases(), persistent=False)
+        self.register_buffer("phase_table", self.make_phases(), persistent=False)
         self.init_weights()
 
-    def _make_phases(self) -> Tensor:
+    def make_phases(self) -> Tensor:
+        """The table of rotary phases, which follows from the configuration and is not saved."""
         config = self.config
-        return make_phase_table(config.max_seq_len, config.shape.head_width, config.rope_theta)
+        frequencies = (config.shape.head_width, config.rope_theta, config.rope_factors)
+        return make_phase_table(config.max_seq_len, *frequencies)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":
         super()._apply(fn, recurse)
         if self.phase_table.dtype.itemsize < 4:
             # in bf16 the angles of neighbouring positions are the same
-            self.phase_table = self._make_phases().to(self.phase_table.device)
+            self.phase_table = self.make_phases().to(self.phase_table.device)
         return self
 
     @torch.no_grad()
@@ -116,7 +118,7 @@ class Transformer(nn.Module):
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
         if not self.config.tied_head:
             nn.init.normal_(self.head.weight, std=EMBEDDING_STD)
-        self.phase_table.copy_(self._make_phases())
+        self.phase_table.copy_(self.make_phases())
 
     def forward(
         self,
