@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from depthmix.checkpoint import load_weights
+from depthmix.checkpoint.chat import Chat, read_chat, write_chat
 from depthmix.cli import main
 from depthmix.data.tokenizer import load_tokenizer
 from depthmix.eval.blocks import find_least_blocks
@@ -95,6 +96,7 @@ def test_upcycle_then_heal(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
     run, data = tmp_path / "run", tmp_path / "data"
     out = ("--out", str(run), "--first-dense", "0", "--capacity", "0.25")
     assert main(["upcycle", str(dense), *out, *SMALL]) == 0
+    write_chat(run, Chat("{{ messages }}", (7,)))
     assert main(["train", "--resume", str(run)]) == 2
     assert "was upcycled, not trained: begin with --from" in capsys.readouterr().err
     text = tmp_path / "text.txt"
@@ -115,6 +117,11 @@ def test_upcycle_then_heal(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert config["train"]["router_rate"] == 10
     assert config["train"]["scale_by_width"] is False
     assert healed.read_metrics("train")[-1]["capacity"] == 0.25
+    # how it is talked to goes along, to whoever opens it
+    assert read_chat(healed.path) == read_chat(run) == Chat("{{ messages }}", (7,))
+    assert main(["export", str(healed.path), "--out", str(tmp_path / "exported")]) == 0
+    assert (tmp_path / "exported" / "chat_template.jinja").read_text() == "{{ messages }}"
+    capsys.readouterr()
     # a folder of others too, routed by its fields
     place = ("--data", str(data), "--out", str(tmp_path / "direct"), "--device", "cpu")
     fields = ("routing.strategy=expert_choice", "max_seq_len=32", "train.batch_size=2")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from depthmix.checkpoint.chat import Chat, read_chat
 from depthmix.checkpoint.weights import build_model, choose_checkpoint, load_weights, read_config
 from depthmix.config import ModelConfig
 from depthmix.nn import Transformer
@@ -24,6 +25,8 @@ class Source(NamedTuple):
     """The architecture: depthmix, llama, …"""
     load: Callable[[], dict[str, Tensor]]
     """Its weights by our names, on the CPU."""
+    chat: Chat | None = None
+    """How it is talked to, where it was taught to answer."""
 
     def build(self) -> Transformer:
         """The model, in evaluation mode."""
@@ -37,4 +40,6 @@ def open_run(path: Path | str, *, max_seq_len: int | None = None) -> Source:
     config = read_config(checkpoint)
     if max_seq_len is not None:
         config = config.override({"max_seq_len": max_seq_len})
-    return Source(path, config, "depthmix", lambda: load_weights(checkpoint))
+    # the checkpoint lies two folders below its run
+    chat = read_chat(checkpoint.resolve().parent.parent)
+    return Source(path, config, "depthmix", lambda: load_weights(checkpoint), chat)

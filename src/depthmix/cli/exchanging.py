@@ -41,6 +41,7 @@ def export(
 
     folder = RunDir.open(run)
     from depthmix.checkpoint import load_model
+    from depthmix.checkpoint.chat import read_chat
     from depthmix.sampler import Vocabulary, find_checkpoint, find_vocabulary
 
     try:
@@ -57,6 +58,7 @@ def export(
         out,
         tokenizer=vocabulary.tokenizer,
         end_token=vocabulary.end_token,
+        chat=read_chat(folder.path),
         selector=selector,
     )
     print(f"{out}: open it with AutoModelForCausalLM.from_pretrained, after import depthmix.hf")

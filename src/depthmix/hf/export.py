@@ -14,7 +14,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from depthmix.checkpoint import collect_tensors
+from depthmix.checkpoint.chat import Chat
 from depthmix.data.tokenizer import TOKENIZER_FILE, find_end_token, load_tokenizer
+from depthmix.hf.chat import find_chat
 from depthmix.hf.config import DepthmixConfig
 from depthmix.hf.model import DepthmixForCausalLM
 from depthmix.hf.runs import UNFINISHED, fill_folder, write_run
@@ -32,6 +34,7 @@ def export_model(
     *,
     tokenizer: "tokenizers.Tokenizer | None" = None,
     end_token: int | None = None,
+    chat: Chat | None = None,
     selector: str | None = None,
 ) -> None:
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` open."""
@@ -43,18 +46,27 @@ def export_model(
         shell = DepthmixForCausalLM(config)
     # the weights themselves, in their own type: nothing is copied
     shell.model = model
+    # what ends an answer, then a document's end
+    stops = () if chat is None else chat.stop_tokens
+    ends = [token for token in dict.fromkeys((*stops, end_token)) if token is not None]
     shell.generation_config = GenerationConfig(
-        bos_token_id=end_token, eos_token_id=end_token, pad_token_id=end_token
+        bos_token_id=end_token,
+        eos_token_id=ends if len(ends) > 1 else next(iter(ends), None),
+        pad_token_id=end_token,
     )
     logging.disable_progress_bar()
     with fill_folder(out, "config.json") as new:
         shell.save_pretrained(new)
         if tokenizer is not None:
-            _export_tokenizer(tokenizer, end_token, model.config.max_seq_len, new)
+            _export_tokenizer(tokenizer, end_token, chat, model.config.max_seq_len, new)
 
 
 def _export_tokenizer(
-    tokenizer: "tokenizers.Tokenizer", end_token: int | None, max_tokens: int, out: Path
+    tokenizer: "tokenizers.Tokenizer",
+    end_token: int | None,
+    chat: Chat | None,
+    max_tokens: int,
+    out: Path,
 ) -> None:
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
@@ -68,6 +80,10 @@ def _export_tokenizer(
             copy.post_processor = TemplateProcessing(
                 single=f"{end} $A", special_tokens=[(end, end_token)]
             )
+    if chat is not None:
+        special["chat_template"] = chat.template
+        if chat.stop_tokens:
+            special["eos_token"] = copy.id_to_token(chat.stop_tokens[0])
     PreTrainedTokenizerFast(
         tokenizer_object=copy,
         model_max_length=max_tokens,
@@ -82,7 +98,11 @@ def import_model(folder: Path, out: Path) -> RunDir:
     """Make a run of an exported folder, with the same weights and tokenizer."""
     RunDir(out).check_free()
     model = load_exported(folder)
-    vocabulary, end_token = folder / TOKENIZER_FILE, model.generation_config.eos_token_id
+    vocabulary, endings = folder / TOKENIZER_FILE, model.generation_config
+    end_token = endings.eos_token_id
+    if isinstance(end_token, list):
+        # of several, the one that documents begin with, too
+        end_token = endings.bos_token_id
     if vocabulary.is_file() and end_token is None:
         end_token = find_end_token(load_tokenizer(vocabulary))
     weights = collect_tensors(model.model, [])["model"]
@@ -92,6 +112,7 @@ def import_model(folder: Path, out: Path) -> RunDir:
         weights,
         source=folder,
         end_token=end_token,
+        chat=find_chat(folder),
         reason=f"imported from {folder}",
     )
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from depthmix.checkpoint import Checkpoints
+from depthmix.checkpoint.chat import Chat, write_chat
 from depthmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from depthmix.data.writer import hash_file
 from depthmix.recipe import RunConfig
@@ -59,6 +60,7 @@ def write_run(
     *,
     source: Path,
     end_token: int | None,
+    chat: Chat | None,
     reason: str,
     **noted: str,
 ) -> RunDir:
@@ -84,6 +86,8 @@ def write_run(
         folder = RunDir.create(new, run.to_toml(), start)
         if tokenizer.is_file():
             shutil.copyfile(tokenizer, new / TOKENIZER_FILE)
+        if chat is not None:
+            write_chat(new, chat)
         Checkpoints(folder.checkpoints, asynchronous=False).save(0, {"model": dict(weights)}, state)
         folder.write_status("finished", step=0, num_steps=0, loss=None, reason=reason)
     return RunDir.open(out)

@@ -12,6 +12,7 @@ from depthmix import fields
 from depthmix.checkpoint.source import Source, open_run
 from depthmix.config import ModelConfig
 from depthmix.data.tokenizer import TOKENIZER_FILE, find_end_token, load_tokenizer
+from depthmix.hf.chat import find_chat
 from depthmix.hf.families import CONFIG_FILE, read_config, read_tree
 from depthmix.hf.weights import find_files, read_weights
 
@@ -32,9 +33,9 @@ def open_source(path: Path | str, *, max_seq_len: int | None = None) -> Source:
         kind = str(read_tree(path).get("model_type"))
         if kind == OWN_KIND:
             config = read_exported_config(path, max_seq_len=max_seq_len)
-            return Source(path, config, kind, lambda: read_exported_weights(path))
+            return Source(path, config, kind, lambda: read_exported_weights(path), find_chat(path))
         config = read_config(path, max_seq_len=max_seq_len)
-        return Source(path, config, kind, lambda: read_weights(path, config))
+        return Source(path, config, kind, lambda: read_weights(path, config), find_chat(path))
     if path.is_dir() and not any(any(path.glob(name)) for name in _OURS):
         raise ValueError(
             f"{path} is no model: it has neither a run's config.toml nor a {CONFIG_FILE}"

@@ -95,6 +95,7 @@ def upcycle(
         weights,
         source=source,
         end_token=find_end(source),
+        chat=opened.chat,
         reason=f"upcycled from {source}, not trained: heal it with depthmix train --from {out}",
         upcycled=opened.kind,
     )

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from depthmix import flops
 from depthmix.budget import count_steps, list_stages
+from depthmix.checkpoint.chat import write_chat
 from depthmix.checkpoint.ranks import Ranks
 from depthmix.checkpoint.source import Source, open_run
 from depthmix.data.default import find_cache, prepare_default
@@ -200,6 +201,8 @@ def _create_folder(plan: Plan, trainer: Trainer) -> _Made:
                 path.mkdir(parents=True)
             RunDir.create(path, config, start)
             trainer.corpus.copy_tokenizer(path)
+            if plan.start is not None and plan.start.chat is not None:
+                write_chat(path, plan.start.chat)
             return made
         except FileExistsError:
             continue

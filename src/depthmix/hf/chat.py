@@ -1,0 +1,52 @@
+"""The chat template of a Hugging Face folder, and what ends an answer there.
+
+Templates are text to us: they are carried along and never run.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from depthmix.checkpoint.chat import Chat
+
+TEMPLATE_FILE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+# the first that says it counts, as in `generate()`
+ENDINGS = ("generation_config.json", "config.json")
+
+
+def find_chat(folder: Path) -> Chat | None:
+    """How the model of a folder is talked to; None where it has no template."""
+    template = _find_template(folder)
+    if template is None:
+        return None
+    return Chat(template, next(_list_endings(folder), ()))
+
+
+def _find_template(folder: Path) -> str | None:
+    path = folder / TEMPLATE_FILE
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found = _read(folder / TOKENIZER_CONFIG).get("chat_template")
+    if isinstance(found, list):
+        # several, by name
+        named = {each.get("name"): each.get("template") for each in found}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _list_endings(folder: Path) -> Iterator[tuple[int, ...]]:
+    for name in ENDINGS:
+        found = _read(folder / name).get("eos_token_id")
+        ids = found if isinstance(found, list) else [found]
+        if ids and all(isinstance(token, int) for token in ids):
+            yield tuple(ids)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none, as none of this is needed to read a model."""
+    try:
+        tree = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return tree if isinstance(tree, dict) else {}

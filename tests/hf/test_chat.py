@@ -1,0 +1,94 @@
+"""A model that was taught to answer can still be talked to after it was converted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from depthmix.checkpoint import load_model
+from depthmix.checkpoint.chat import Chat, read_chat
+from depthmix.data.tokenizer import load_tokenizer
+from depthmix.hf.chat import find_chat
+from depthmix.hf.export import export_model, import_model
+from depthmix.hf.source import open_source
+from depthmix.hf.upcycle import upcycle
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+MESSAGES = [{"role": "user", "content": "line 3"}]
+
+
+def write(folder: Path, name: str, **tree: Any) -> None:
+    (folder / name).write_text(json.dumps(tree))
+
+
+def test_where_templates_are(tmp_path: Path) -> None:
+    assert find_chat(tmp_path) is None
+    assert find_chat(tmp_path / "nowhere") is None
+    write(tmp_path, "tokenizer_config.json", chat_template=TEMPLATE)
+    assert find_chat(tmp_path) == Chat(TEMPLATE, ())
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
+    write(tmp_path, "tokenizer_config.json", chat_template=named)
+    assert find_chat(tmp_path) == Chat("yes", ())
+    write(tmp_path, "tokenizer_config.json", chat_template=named[:1])
+    assert find_chat(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    assert find_chat(tmp_path) is None
+    # a file of its own goes before
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    assert find_chat(tmp_path) == Chat(TEMPLATE, ())
+
+
+def test_what_ends_an_answer(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    write(tmp_path, "config.json", eos_token_id=5)
+    assert find_chat(tmp_path) == Chat(TEMPLATE, (5,))
+    write(tmp_path, "generation_config.json", eos_token_id=[7, 8])
+    assert find_chat(tmp_path) == Chat(TEMPLATE, (7, 8))
+    write(tmp_path, "generation_config.json", eos_token_id=None)
+    assert find_chat(tmp_path) == Chat(TEMPLATE, (5,))
+
+
+@pytest.fixture
+def taught(llama: Path) -> Path:
+    """A dense model that answers, whose answers end with another token than documents."""
+    (llama / "chat_template.jinja").write_text(TEMPLATE)
+    write(llama, "generation_config.json", eos_token_id=9)
+    return llama
+
+
+def test_it_survives_upcycling_exporting_and_coming_back(taught: Path, tmp_path: Path) -> None:
+    chat = Chat(TEMPLATE, (9,))
+    run, out = tmp_path / "run", tmp_path / "out"
+    made = upcycle(taught, run, {"routing.capacity": 0.5})
+    assert made.source.chat == open_source(run).chat == read_chat(run) == chat
+    export_model(
+        load_model(run), out, tokenizer=load_tokenizer(run), end_token=0, chat=read_chat(run)
+    )
+    tokenizer: Any = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == "<user>line 3\n"
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (9, 0)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.generation_config.eos_token_id == [9, 0]
+    # documents still end as they did
+    back = import_model(out, tmp_path / "back")
+    assert back.read_starts()[-1]["data"]["end_token"] == 0
+    assert read_chat(back.path) == Chat(TEMPLATE, (9, 0))
+
+
+def test_generate_ends_with_the_answer(taught: Path, tmp_path: Path) -> None:
+    upcycle(taught, tmp_path / "run", {"routing.capacity": 0.5})
+    model = load_model(tmp_path / "run")
+    with torch.no_grad():
+        # nothing but the end of an answer
+        model.head.weight.zero_()
+        model.head.weight[9] = model.norm.weight
+    out = tmp_path / "out"
+    export_model(model, out, end_token=0, chat=read_chat(tmp_path / "run"))
+    found = AutoModelForCausalLM.from_pretrained(out).generate(
+        torch.tensor([[1, 2]]), max_length=30
+    )
+    assert found[0, -1] == 9
+    assert found.shape[1] < 30
