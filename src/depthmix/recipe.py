@@ -122,10 +122,6 @@ class Recipe:
 
     def check_sharing(self, size: int, noun: str = "processes") -> None:
         """Refuse what cannot be trained by so many processes, or GPUs as a plan calls them."""
-        if self.optimizer == "muon" and size > 1:
-            raise ValueError(
-                f"Muon cannot update sharded matrices: use train.optimizer=adamw on several {noun}"
-            )
         if self.trainable == "lora" and size > 1:
             raise ValueError(
                 f"train.trainable = lora merges whole matrices, which {size} {noun} would share: "

@@ -22,6 +22,7 @@ from depthmix.checkpoint import (
 )
 from depthmix.nn import Transformer
 from depthmix.presets import load_preset
+from depthmix.train.muon import Muon
 
 NUM_RANKS = 2
 CONFIG = load_preset("tiny", num_layers=2)
@@ -40,8 +41,8 @@ def make_training(seed: int, shard: bool) -> Training:
         fully_shard(model)
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
-    # Muon has the same state, but torch 2.13's does not step over shards
-    return model, [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others)]
+    muon = Muon([{"params": matrices, "lr": 0.1}], weight_decay=0.1, momentum=0.9)
+    return model, [muon, torch.optim.AdamW(others)]
 
 
 def run_step(training: Training, seed: int) -> None:

@@ -57,8 +57,10 @@ CURVES: dict[str, tuple[str, dict[str, Any]]] = {
     "recomputed": ("mod", {"train.checkpoint_activations": True, "train.accumulate": 2}),
     # as on a GPU, see `fuse`; every gradient is clipped
     "fused": ("mod", {"train.clip": 0.1}),
+    "muon": ("mod", {"train.optimizer": "muon"}),
+    "muon replicas": ("mod", {"train.optimizer": "muon", "train.shard_size": 1}),
 }
-LAUNCHES = (*CURVES, "resumed", "bfloat16", "muon", "stopped", "broken")
+LAUNCHES = (*CURVES, "resumed", "bfloat16", "stopped", "broken")
 
 # longer than anything here takes: what is not over by then hangs
 HANGING_SECONDS = 300
@@ -194,12 +196,6 @@ def work(rank: int, root: Path, ports: dict[str, int]) -> None:
         train(root, "bfloat16", "mod", **{"train.precision": "bfloat16", "train.steps": 1})
     told["dtypes"] = sorted(seen)
 
-    enter("muon")
-    try:
-        train(root, "muon", "dense", **{"train.optimizer": "muon"})
-    except ValueError as error:
-        told["muon"] = str(error)
-
     enter("stopped")
     only_second = rank == 1
     stop = at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -292,7 +288,7 @@ def test_a_checkpoint_of_one_rank_goes_on_in_two(pair: Pair) -> None:
     assert_same_curve(pair.root / "resumed", pair.root / "one-mod")
 
 
-@pytest.mark.parametrize("name", ["mod", "experts", "replicas"])
+@pytest.mark.parametrize("name", ["mod", "experts", "replicas", "muon"])
 def test_a_checkpoint_of_two_ranks_goes_on_in_one(pair: Pair, name: str, tmp_path: Path) -> None:
     run = rewind(pair.root / f"two-{name}", tmp_path / "run")
     assert resume(run) == ("finished", NUM_STEPS)
@@ -307,13 +303,6 @@ def test_only_the_weights_of_blocks_are_bfloat16(pair: Pair) -> None:
             "stream torch.bfloat16",
             "weights torch.bfloat16",
         ]
-
-
-def test_muon_is_refused_on_every_rank(pair: Pair) -> None:
-    for told in pair.told:
-        assert told["muon"] == (
-            "Muon cannot update sharded matrices: use train.optimizer=adamw on several processes"
-        )
 
 
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(pair: Pair) -> None:

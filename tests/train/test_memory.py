@@ -217,7 +217,6 @@ def test_one_gpu_shares_nothing() -> None:
             Cluster(512),
             "512 GPUs x train.accumulate=4: give a multiple of 2048",
         ),
-        ({"train.optimizer": "muon"}, Cluster(8), "Muon cannot update sharded matrices"),
         ({"train.shard_size": 3}, Cluster(8), "train.shard_size = 3 must divide the 8 processes"),
         ({}, Cluster(0), "num gpus = 0 must be greater than 0"),
         ({}, Cluster(8, 8, float("nan")), "flops per second = nan must be greater than 0"),

@@ -1,23 +1,25 @@
-"""torch's Muon for steps that are recorded: matrices of one shape at once, rates as tensors.
+"""torch's Muon for steps that are recorded, and for sharded matrices: those of a shape at once.
 
 Knows nothing of models: which parameters are matrices, and their rates, others say.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthmix.train.exchange import Exchange
+
 
 class Muon(torch.optim.Muon):
     """The same updates, with AdamW's size, from a few large products instead of many small ones.
 
     torch's own goes through the matrices one by one, and its rates are numbers, which a recorded
-    step would keep for good.
+    step would keep for good. Matrices that processes share are shared out whole for the products.
     """
 
     def __init__(self, params: Any, *, weight_decay: float, momentum: float) -> None:
@@ -41,22 +43,37 @@ class Muon(torch.optim.Muon):
                 self._update(parameters, max(shape), group)
 
     def _update(self, parameters: list[Tensor], longest: int, group: dict[str, Any]) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [_get_own(p.grad) for p in parameters if p.grad is not None]
         buffers = []
         for parameter in parameters:
             state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            buffers.append(state["momentum_buffer"])
+            buffers.append(_get_own(state["momentum_buffer"]))
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         ahead = torch._foreach_lerp(gradients, buffers, group["momentum"])
-        wide = torch.stack([_lay_wide(matrix) for matrix in ahead])
-        update = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
         # 0.2 is about the size of an update of AdamW's (arXiv:2502.16982)
-        update = update.to(wide.dtype) * (group["lr"] * 0.2 * math.sqrt(longest))
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        updates = [u.T if _is_tall(p) else u for p, u in zip(parameters, update, strict=True)]
-        torch._foreach_sub_(parameters, updates)
+        size = group["lr"] * 0.2 * math.sqrt(longest)
+        if _is_shared(parameters[0]):
+            exchange = Exchange(parameters)
+            updates = exchange.scatter(_find_updates(exchange.gather(ahead), size, group))
+        else:
+            updates = _find_updates(ahead, size, group)
+        own = [_get_own(parameter) for parameter in parameters]
+        torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_sub_(own, updates)
+
+
+def _find_updates(
+    matrices: Sequence[Tensor], size: float | Tensor, group: dict[str, Any]
+) -> list[Tensor]:
+    """The updates of matrices of one shape, lying or standing; of none where there are none."""
+    if not matrices:
+        return []
+    wide = torch.stack([_lay_wide(matrix) for matrix in matrices])
+    update = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    update = update.to(wide.dtype) * size
+    return [u.T if _is_tall(m) else u for m, u in zip(matrices, update, strict=True)]
 
 
 def orthogonalize(
@@ -75,6 +92,16 @@ def orthogonalize(
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, gram, x, beta=a)
     return x
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    # a DTensor, whose class is slow to import
+    return hasattr(tensor, "full_tensor")
+
+
+def _get_own(tensor: Any) -> Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if _is_shared(tensor) else tensor
 
 
 def _is_tall(matrix: Tensor) -> bool:
