@@ -9,7 +9,7 @@ from depthmix.checkpoint.chat import CHAT_FILE, Chat, read_chat, write_chat
 from depthmix.checkpoint.source import open_run
 from text_runs import write_text_run
 
-CHAT = Chat("{% for m in messages %}{{ m.content }}→\n{% endfor %}", (2, 7))
+CHAT = Chat("{% for m in messages %}{{ m.content }}→\n{% endfor %}", (2, 7), "<s>", None)
 
 
 def test_it_comes_back(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from depthmix.hf.export import export_model, import_model
 from depthmix.hf.source import open_source
 from depthmix.hf.upcycle import upcycle
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 MESSAGES = [{"role": "user", "content": "line 3"}]
 
 
@@ -41,6 +41,15 @@ def test_where_templates_are(tmp_path: Path) -> None:
     assert find_chat(tmp_path) == Chat(TEMPLATE, ())
 
 
+def test_names_that_templates_use(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    told = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}
+    write(tmp_path, "tokenizer_config.json", **told)
+    assert find_chat(tmp_path) == Chat(TEMPLATE, (), "<s>", "</s>")
+    write(tmp_path, "tokenizer_config.json", bos_token=None, eos_token=3)
+    assert find_chat(tmp_path) == Chat(TEMPLATE, ())
+
+
 def test_what_ends_an_answer(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     write(tmp_path, "config.json", eos_token_id=5)
@@ -56,11 +65,18 @@ def taught(llama: Path) -> Path:
     """A dense model that answers, whose answers end with another token than documents."""
     (llama / "chat_template.jinja").write_text(TEMPLATE)
     write(llama, "generation_config.json", eos_token_id=9)
+    ids = load_tokenizer(llama)
+    write(
+        *(llama, "tokenizer_config.json"),
+        bos_token=ids.id_to_token(8),
+        eos_token=ids.id_to_token(9),
+    )
     return llama
 
 
 def test_it_survives_upcycling_exporting_and_coming_back(taught: Path, tmp_path: Path) -> None:
-    chat = Chat(TEMPLATE, (9,))
+    ids = load_tokenizer(taught)
+    chat = Chat(TEMPLATE, (9,), ids.id_to_token(8), ids.id_to_token(9))
     run, out = tmp_path / "run", tmp_path / "out"
     made = upcycle(taught, run, {"routing.capacity": 0.5})
     assert made.source.chat == open_source(run).chat == read_chat(run) == chat
@@ -68,14 +84,15 @@ def test_it_survives_upcycling_exporting_and_coming_back(taught: Path, tmp_path:
         load_model(run), out, tokenizer=load_tokenizer(run), end_token=0, chat=read_chat(run)
     )
     tokenizer: Any = AutoTokenizer.from_pretrained(out)
-    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == "<user>line 3\n"
+    wanted = f"{ids.id_to_token(8)}<user>line 3\n"
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == wanted
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (9, 0)
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.generation_config.eos_token_id == [9, 0]
     # documents still end as they did
     back = import_model(out, tmp_path / "back")
     assert back.read_starts()[-1]["data"]["end_token"] == 0
-    assert read_chat(back.path) == Chat(TEMPLATE, (9, 0))
+    assert read_chat(back.path) == chat._replace(stop_tokens=(9, 0))
 
 
 def test_generate_ends_with_the_answer(taught: Path, tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ class Chat(NamedTuple):
     """Jinja text that makes a prompt of messages."""
     stop_tokens: tuple[int, ...]
     """Ids of which each ends an answer."""
+    bos_token: str | None = None
+    """What the template means by this name, where it has it."""
+    eos_token: str | None = None
 
 
 def write_chat(folder: Path, chat: Chat) -> None:
@@ -33,6 +36,7 @@ def read_chat(folder: Path) -> Chat | None:
         return None
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        return Chat(str(tree["template"]), tuple(int(token) for token in tree["stop_tokens"]))
+        stop_tokens = tuple(int(token) for token in tree["stop_tokens"])
+        return Chat(tree["template"], stop_tokens, tree.get("bos_token"), tree.get("eos_token"))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged ({error!r}): put back a copy, or remove it") from error

@@ -20,7 +20,9 @@ def find_chat(folder: Path) -> Chat | None:
     template = _find_template(folder)
     if template is None:
         return None
-    return Chat(template, next(_list_endings(folder), ()))
+    tree = _read(folder / TOKENIZER_CONFIG)
+    named = {name: _read_token(tree.get(name)) for name in ("bos_token", "eos_token")}
+    return Chat(template, next(_list_endings(folder), ()), **named)
 
 
 def _find_template(folder: Path) -> str | None:
@@ -41,6 +43,12 @@ def _list_endings(folder: Path) -> Iterator[tuple[int, ...]]:
         ids = found if isinstance(found, list) else [found]
         if ids and all(isinstance(token, int) for token in ids):
             yield tuple(ids)
+
+
+def _read_token(told: Any) -> str | None:
+    """A special token's text, which may come with its properties."""
+    found = told.get("content") if isinstance(told, dict) else told
+    return found if isinstance(found, str) else None
 
 
 def _read(path: Path) -> dict[str, Any]:

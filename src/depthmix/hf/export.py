@@ -81,9 +81,10 @@ def _export_tokenizer(
                 single=f"{end} $A", special_tokens=[(end, end_token)]
             )
     if chat is not None:
+        # names that its template may use
+        named = {"bos_token": chat.bos_token, "eos_token": chat.eos_token}
+        special |= {name: token for name, token in named.items() if token is not None}
         special["chat_template"] = chat.template
-        if chat.stop_tokens:
-            special["eos_token"] = copy.id_to_token(chat.stop_tokens[0])
     PreTrainedTokenizerFast(
         tokenizer_object=copy,
         model_max_length=max_tokens,
