@@ -111,6 +111,12 @@ def test_a_falling_capacity_takes_steps_away() -> None:
     assert fallen < 0.9 * still
 
 
+def test_an_absurd_budget_is_counted_too() -> None:
+    model = load_preset("tiny", **{"routing.capacity": 0.25})
+    run = RunConfig(model=model, train=Recipe(flops=1e40, capacity_from=1.0))
+    assert count_steps(run) > 10**18
+
+
 def test_less_than_a_step_is_refused_while_the_capacity_falls() -> None:
     model = load_preset("tiny")
     recipe = Recipe(flops=10.0, capacity_from=1.0)

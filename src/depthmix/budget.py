@@ -6,6 +6,7 @@ there is no counter that a resumed run could lose. Knows nothing of torch.
 """
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import cache, partial
@@ -32,7 +33,7 @@ def count_steps(run: RunConfig) -> int:
     if recipe.capacity_from is None or steps < 1:
         return _round_down(steps)
     # no step is cheaper than the last ones, so these are the most that there can be
-    most, price = int(steps), cache(partial(_price, run))
+    most, price = min(int(steps), sys.maxsize), cache(partial(_price, run))
     return bisect_right(
         range(1, most + 1), recipe.flops, key=lambda count: _add_up(run, count, price)
     )

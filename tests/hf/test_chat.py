@@ -41,6 +41,26 @@ def test_where_templates_are(tmp_path: Path) -> None:
     assert find_chat(tmp_path) == Chat(TEMPLATE, ())
 
 
+def test_a_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"chat_template.jinja is not UTF-8"):
+        find_chat(tmp_path)
+
+
+def test_a_name_that_the_tokenizer_does_not_know_is_left_out(taught: Path, tmp_path: Path) -> None:
+    chat = Chat(TEMPLATE, (9,), "<unheard of>", "<too>")
+    export_model(
+        open_source(taught).build(),
+        tmp_path / "out",
+        tokenizer=load_tokenizer(taught),
+        end_token=0,
+        chat=chat,
+    )
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(tokenizer) == 300
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 0)
+
+
 def test_names_that_templates_use(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     told = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}

@@ -85,6 +85,7 @@ def test_rope_theta_of_older_releases(llama: Path) -> None:
             r"rope_factors = \[-2.0\] must be pos",
         ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "of type 'yarn', which cannot"),
+        ({"rope_scaling": "none of it", "hidden_act": "gelu"}, "the activation 'gelu'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial rotary"),
         ({"model_type": "mistral", "sliding_window": 16}, "16 tokens.* max_seq_len=16"),
         ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, "window of 16"),

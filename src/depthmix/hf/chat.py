@@ -28,7 +28,10 @@ def find_chat(folder: Path) -> Chat | None:
 def _find_template(folder: Path) -> str | None:
     path = folder / TEMPLATE_FILE
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8: {error}") from error
     found = _read(folder / TOKENIZER_CONFIG).get("chat_template")
     if isinstance(found, list):
         # several, by name

@@ -83,7 +83,8 @@ def _export_tokenizer(
     if chat is not None:
         # names that its template may use
         named = {"bos_token": chat.bos_token, "eos_token": chat.eos_token}
-        special |= {name: token for name, token in named.items() if token is not None}
+        # one that it does not know would become a new id, which the model has not
+        special |= {n: t for n, t in named.items() if t and copy.token_to_id(t) is not None}
         special["chat_template"] = chat.template
     PreTrainedTokenizerFast(
         tokenizer_object=copy,

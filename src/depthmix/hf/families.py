@@ -118,10 +118,10 @@ def _find_problems(kind: str, tree: Mapping[str, Any], length: int) -> Iterator[
 
 def _read_rope(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Type and numbers of the rotary positions; releases before 5 have them in two places."""
-    newer, older = (tree.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
-    rope = {**newer, **older}
+    found = (tree.get(name) for name in ("rope_parameters", "rope_scaling"))
+    newer, older = (each if isinstance(each, dict) else {} for each in found)
     chosen = older or newer
-    return str(chosen.get("rope_type", chosen.get("type", "default"))), rope
+    return str(chosen.get("rope_type", chosen.get("type", "default"))), {**newer, **older}
 
 
 def _get(folder: Path, tree: Mapping[str, Any], name: str, kind: type) -> Any:
