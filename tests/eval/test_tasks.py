@@ -5,9 +5,11 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
 import pytest
 import torch
 
+from depthmix.checkpoint.chat import Chat
 from depthmix.data.tokenizer import train_tokenizer
 from depthmix.nn import Transformer
 from variants import enlarge_updates, make_config
@@ -176,6 +178,68 @@ def test_examples_come_before_the_question(monkeypatch: pytest.MonkeyPatch) -> N
     assert min(sizes[half:]) > max(sizes[:half])
     with pytest.raises(ValueError, match="num_fewshot = -1 must be at least 0"):
         tasks.run_tasks(model, ["python_syntax"], num_fewshot=-1)
+
+
+CHAT = Chat(
+    "{{ bos_token }}{%- for m in messages -%}\n  [{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}",
+    (7,),
+    "<s>",
+)
+
+
+def test_templates_are_rendered_as_transformers_does() -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=TOKENIZER, bos_token="<s>", chat_template=CHAT.template
+    )
+    messages = [{"role": r, "content": f"{r} → 1"} for r in ("user", "assistant", "user")]
+    for prompt in (True, False):
+        options = {"add_generation_prompt": prompt}
+        wanted = theirs.apply_chat_template(messages, tokenize=False, **options)
+        assert tasks.render_chat(CHAT, messages, **options) == wanted
+    assert "[user] user → 1" in wanted
+    told = Chat("{{ raise_exception('no such role') }}", ())
+    with pytest.raises(jinja2.TemplateError, match="no such role"):
+        tasks.render_chat(told, messages, add_generation_prompt=True)
+    # what reaches for the interpreter is stopped
+    wicked = Chat("{{ ().__class__.__base__.__subclasses__() }}", ())
+    with pytest.raises(jinja2.TemplateError, match="unsafe"):
+        tasks.render_chat(wicked, messages, add_generation_prompt=True)
+
+
+def test_a_model_is_asked_by_its_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    original = tasks.TaskModel.loglikelihood
+
+    def spy(self: Any, requests: Any, **options: Any) -> Any:
+        asked.extend(request.args[0] for request in requests)
+        return original(self, requests, **options)
+
+    monkeypatch.setattr(tasks.TaskModel, "loglikelihood", spy)
+    found = tasks.run_tasks(make_model(chat=CHAT), ["python_syntax"], limit=2, num_fewshot=1)
+    assert found["python_syntax"].keys() >= {"acc", "acc_norm"}
+    # a question and its answer before, each a turn of its own
+    assert all(text.startswith("<s>[user] ") for text in asked)
+    assert all(text.count("[user]") == 2 and text.count("[assistant]") == 2 for text in asked)
+    asked.clear()
+    tasks.run_tasks(make_model(), ["python_syntax"], limit=2)
+    assert not any("[user]" in text for text in asked)
+
+
+def test_answers_end_where_the_model_ends_them() -> None:
+    text = "<s>[user] hello"
+    request = Request((text, {"until": ["nothing"], "max_gen_toks": 8}))
+    free = make_model(chat=CHAT._replace(stop_tokens=()))
+    free.stop_tokens = ()
+    # begins as the template has it, and not with an end token
+    ids = torch.tensor([TOKENIZER.encode(text).ids])
+    with torch.no_grad():
+        first = int(free.model(ids, selector="predictor").logits[0, -1].argmax())
+    (answer,) = free.generate_until([request])
+    assert answer.startswith(TOKENIZER.decode([first]))
+    model = make_model(chat=CHAT._replace(stop_tokens=(first,)))
+    assert model.generate_until([request]) == [""]
 
 
 def test_an_unknown_task_is_named() -> None:

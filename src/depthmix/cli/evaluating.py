@@ -50,6 +50,9 @@ def evaluate(
         int | None, typer.Option(help="Examples before each question; the task's own if empty.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Most questions of each task.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask tasks by the model's chat template.")
+    ] = False,
     selector: Annotated[
         str | None,
         typer.Option(
@@ -87,7 +90,7 @@ def evaluate(
         raise ValueError("give --text or --data, and not both")
     reads = bool(text) or data is not None or not tasks
     for_tasks = {"--include": include, "--fewshot": fewshot, "--limit": limit}
-    for_tasks |= {"--selector": selector}
+    for_tasks |= {"--selector": selector, "--chat": chat or None}
     for_text = {"--max-tokens": max_tokens, "--seq-len": seq_len}
     for options, unused, told in (
         (for_tasks, not tasks, "for --tasks: name some, or leave it out"),
@@ -99,6 +102,8 @@ def evaluate(
     from depthmix.cli.opening import open_model, open_vocabulary
 
     source = open_model(model)
+    if chat and source.chat is None:
+        raise ValueError(f"{model} has no chat template: leave out --chat")
     problem = source.config.find_selector_problem(selector)
     if problem is not None:
         raise ValueError(f"--selector {selector}: {problem}")
@@ -120,10 +125,13 @@ def evaluate(
         from depthmix.train.evaluate import find_causal_selector
 
         chosen = selector or find_causal_selector(source.config)
-        adapter = TaskModel(network, *vocabulary, selector=chosen, batch_size=batch)
+        options: dict[str, Any] = {"selector": chosen, "batch_size": batch}
+        options |= {"chat": source.chat} if chat else {}
+        adapter = TaskModel(network, *vocabulary, **options)
         names = [name.strip() for name in tasks.split(",") if name.strip()]
-        options: dict[str, Any] = {"num_fewshot": fewshot, "limit": limit}
-        found["tasks"] = run_tasks(adapter, names, include=include or (), **options)
+        found["tasks"] = run_tasks(
+            adapter, names, include=include or (), num_fewshot=fewshot, limit=limit
+        )
         found["selector"] = chosen
     print(json.dumps(found, indent=2) if as_json else "\n".join(describe(found)))
 

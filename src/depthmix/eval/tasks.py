@@ -6,7 +6,9 @@ it is run. Does not know where a model or a tokenizer comes from.
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +17,13 @@ import datasets
 import jinja2
 import torch
 import yaml
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval import evaluator, simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows
 
+from depthmix.checkpoint.chat import Chat
 from depthmix.eval.perplexity import pad_rows, score_rows
 from depthmix.eval.trace import Window
 from depthmix.infer import Engine, SamplingParams
@@ -34,7 +38,12 @@ MAX_NEW_TOKENS = 256
 
 
 class TaskModel(LM):
-    """A model and its tokenizer as lm-eval sees them; every text begins with the end token."""
+    """A model and its tokenizer as lm-eval sees them.
+
+    Every text begins with the end token, as in training; with `chat`, as its template has it.
+    """
+
+    tokenizer_name = "depthmix"
 
     def __init__(
         self,
@@ -44,14 +53,28 @@ class TaskModel(LM):
         *,
         selector: str | None,
         batch_size: int = 8,
+        chat: Chat | None = None,
     ) -> None:
         super().__init__()
         self.model, self.tokenizer, self.end_token = model, tokenizer, end_token
-        self.selector, self.batch_size = selector, batch_size
+        self.selector, self.batch_size, self.chat = selector, batch_size, chat
+        stops = () if chat is None else chat.stop_tokens
+        self.stop_tokens = tuple(t for t in (end_token, *stops) if t is not None)
 
     def encode(self, text: str) -> list[int]:
         """A text's tokens and nothing else."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The template's text."""
+        return "" if self.chat is None else self.chat.template
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Messages as the model was taught to read them."""
+        assert self.chat is not None
+        return render_chat(self.chat, chat_history, add_generation_prompt=add_generation_prompt)
 
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -100,18 +123,22 @@ class TaskModel(LM):
                 max_tokens=count,
                 temperature=options.get("temperature", 0.0) if options.get("do_sample") else 0.0,
                 stop=[stop] if isinstance(stop, str) else [text for text in stop if text],
-                stop_tokens=() if self.end_token is None else (self.end_token,),
+                stop_tokens=self.stop_tokens,
                 seed=0,
             )
             ids = self.encode(context)
             room = max(1, self.model.config.max_seq_len - count)
             prompt = [*self._begin(ids), *ids][-room:]
             (result,) = engine.generate([prompt], params)
-            end = "" if self.end_token is None else self.tokenizer.id_to_token(self.end_token)
-            texts.append((result.samples[0].text or "").removesuffix(end or ""))
+            text = result.samples[0].text or ""
+            for token in self.stop_tokens:
+                text = text.removesuffix(self.tokenizer.id_to_token(token) or "")
+            texts.append(text)
         return texts
 
     def _begin(self, ids: Sequence[int]) -> list[int]:
+        if self.chat is not None and ids:
+            return []
         return [] if self.end_token is None or ids[:1] == [self.end_token] else [self.end_token]
 
     def _score(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
@@ -145,7 +172,10 @@ def run_tasks(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Each task's metrics. A name is one of `list_own_tasks`, a .yaml file, or lm-eval's."""
+    """Each task's metrics. A name is one of `list_own_tasks`, a .yaml file, or lm-eval's.
+
+    A model with a chat template is asked by it.
+    """
     if num_fewshot is not None and num_fewshot < 0:
         raise ValueError(f"num_fewshot = {num_fewshot} must be at least 0")
     # its progress and advice are for its own command line
@@ -172,13 +202,36 @@ def run_tasks(
             num_fewshot=num_fewshot,
             limit=limit,
             task_manager=manager,
+            apply_chat_template=model.chat is not None,
             log_samples=False,
             bootstrap_iters=0,
         )
     except jinja2.TemplateError as error:
-        raise ValueError(f"a task's template does not fit its data: {error}") from error
+        raise ValueError(f"a template does not fit its data: {error}") from error
     assert results is not None
     return {name: _keep_numbers(values) for name, values in results["results"].items()}
+
+
+def render_chat(
+    chat: Chat, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+) -> str:
+    """A template's text for some messages, in a sandbox and with the names that templates use."""
+
+    def refuse(reason: str) -> None:
+        raise jinja2.TemplateError(reason)
+
+    sandbox = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    return sandbox.from_string(chat.template).render(
+        messages=messages,
+        add_generation_prompt=add_generation_prompt,
+        bos_token=chat.bos_token or "",
+        eos_token=chat.eos_token or "",
+        raise_exception=refuse,
+        strftime_now=lambda form: datetime.now().strftime(form),
+    )
 
 
 def list_own_tasks() -> dict[str, Path]:
