@@ -320,10 +320,10 @@ def test_what_fails_in_the_background_comes_up(data: Path, tmp_path: Path) -> No
     assert 30 <= trainer.num_done < 60
 
 
-def test_muon_is_for_one_process(data: Path) -> None:
+def test_what_processes_cannot_share_is_refused(data: Path) -> None:
     several = World(0, 2, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"train\.optimizer=adamw on several processes"):
-        Trainer(make_run(optimizer="muon"), Corpus.open(data), several)
+    with pytest.raises(ValueError, match=r"whole matrices, which 2 processes would share"):
+        Trainer(make_run(trainable="lora"), Corpus.open(data), several)
     shared = r"6 cannot be shared by 2 processes x train\.accumulate=2: give a multiple of 4"
     with pytest.raises(ValueError, match=shared):
         Trainer(make_run(batch_size=6, accumulate=2), Corpus.open(data), several)
