@@ -36,6 +36,18 @@ def make_tokens(count: int, seed: int = 0) -> list[int]:
     return tokens.tolist()
 
 
+def make_distinct_tokens(count: int) -> list[int]:
+    """No token twice in a window.
+
+    Before the first attention equal tokens have equal scores. Which of them top-k keeps is then
+    decided by the rounding of a product, which depends on its shape.
+    """
+    order = 1 + torch.randperm(63, generator=torch.Generator().manual_seed(0))
+    tokens = order.repeat(count // 63 + 1)[:count]
+    tokens[::17] = END
+    return tokens.tolist()
+
+
 @pytest.mark.parametrize("name", ["mod", "mod_aux", "token_choice"])
 def test_losses_are_those_of_a_trace(name: str) -> None:
     model, tokens = make_model(name), make_tokens(75)
@@ -64,7 +76,7 @@ def test_losses_are_those_of_a_trace(name: str) -> None:
 def test_batch_size_does_not_change_a_score(
     name: str, count: int, seq_len: int, batch_size: int
 ) -> None:
-    model, stream = make_model(name), Stream(make_tokens(count), None, END)
+    model, stream = make_model(name), Stream(make_distinct_tokens(count), None, END)
     alone = measure_stream(model, stream, seq_len=seq_len, batch_size=1)
     together = measure_stream(model, stream, seq_len=seq_len, batch_size=batch_size)
     assert alone["rules"].keys() == together["rules"].keys()
