@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from depthmix.rundir import RunDir
+from depthmix.fields import flatten
+from depthmix.sweep.folders import is_finished
 
 DEPTHMIX = (sys.executable, "-m", "depthmix")
 
@@ -29,7 +30,7 @@ DEPTHMIX = (sys.executable, "-m", "depthmix")
 def heal(args: argparse.Namespace, name: str, fields: dict[str, Any]) -> Path:
     """A way's finished run; raises CalledProcessError where it failed, and its log says why."""
     run, source = args.out / name, args.model
-    if run.exists() and RunDir.open(run).read_status().get("state") == "finished":
+    if run.exists() and is_finished(run, args.steps):
         return run
     with (args.out / f"{name}.log").open("a") as log:
 
@@ -84,15 +85,6 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         behind = "" if fair is None else f"{row['loss'] / fair - 1:+.2%}"
         cells = (f"{row['share']:.1%}", f"{row['loss_topk']:.4f}", f"{row['loss']:.4f}", kept)
         print(f"| {' | '.join((row['name'], *cells, behind))} |")
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"train": {"clip": 1}}` → `{"train.clip": 1}`."""
-    flat = {}
-    for name, value in tree.items():
-        inner = isinstance(value, dict)
-        flat |= flatten(value, f"{prefix}{name}.") if inner else {prefix + name: value}
-    return flat
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

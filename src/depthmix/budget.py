@@ -39,9 +39,9 @@ def count_steps(run: RunConfig) -> int:
     )
 
 
-def count_flops(run: RunConfig) -> int:
-    """FLOPs of all steps of a run, each at the capacities that it has."""
-    return _add_up(run, count_steps(run), partial(_price, run))
+def count_flops(run: RunConfig, num_steps: int) -> int:
+    """FLOPs of a run of so many steps, each at the capacities that it has."""
+    return _add_up(run, num_steps, partial(_price, run))
 
 
 def list_stages(run: RunConfig, num_steps: int) -> dict[int, ModelConfig]:

@@ -57,6 +57,15 @@ def override(config: C, overrides: Mapping[str, Any]) -> C:
     return build(type(config), tree)
 
 
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Tables in tables to dotted names: TOML reads `routing.every = 2` as a table."""
+    flat = {}
+    for name, value in tree.items():
+        inside = isinstance(value, Mapping)
+        flat |= flatten(value, f"{prefix}{name}.") if inside else {prefix + name: value}
+    return flat
+
+
 def parse_override(text: str) -> tuple[str, str]:
     """Split `routing.capacity=0.25` into its dotted name and its value's text."""
     name, separator, value = text.partition("=")

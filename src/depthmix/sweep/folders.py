@@ -9,8 +9,9 @@ import os
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from depthmix.fields import flatten
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 from depthmix.sweep.plan import PlannedRun
@@ -69,17 +70,9 @@ def _look_at_run(run: PlannedRun, path: Path) -> Standing:
 
 
 def _list_differences(present: RunConfig, planned: RunConfig) -> list[str]:
-    before, after = _flatten(present.to_dict()), _flatten(planned.to_dict())
+    before, after = flatten(present.to_dict()), flatten(planned.to_dict())
     differing = [name for name in after if before.get(name) != after[name]]
     return [f"{name.removeprefix('model.')} = {before.get(name)}" for name in differing]
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for name, value in tree.items():
-        inside = isinstance(value, dict)
-        flat |= _flatten(value, f"{prefix}{name}.") if inside else {prefix + name: value}
-    return flat
 
 
 def is_finished(path: Path, num_steps: int) -> bool:

@@ -106,7 +106,7 @@ def _plan_run(
         overrides=chosen,
         config=config,
         num_steps=num_steps,
-        flops=count_flops(config),
+        flops=count_flops(config, num_steps),
         num_parameters=flops.num_parameters(config.model).total,
     )
 

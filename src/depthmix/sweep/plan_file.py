@@ -106,7 +106,7 @@ def read_plan(
     _refuse_unknown(chosen, _SCALE_KEYS, "a scale")
     told = {**tree, **chosen}
     variants = {
-        _check_name(name): _flatten(_read_table(_read_table(told, "variants"), name))
+        _check_name(name): fields.flatten(_read_table(_read_table(told, "variants"), name))
         for name in _read_table(told, "variants")
     }
     if not variants:
@@ -116,7 +116,9 @@ def read_plan(
     sizes = told.get("sizes")
     if not isinstance(sizes, list) or not sizes or not all(isinstance(s, dict) for s in sizes):
         raise ValueError("sizes must be a list of tables, such as [{width = 256, num_layers = 8}]")
-    common = _flatten(_read_table(tree, "common")) | _flatten(_read_table(chosen, "common"))
+    common = fields.flatten(_read_table(tree, "common")) | fields.flatten(
+        _read_table(chosen, "common")
+    )
     preset, data = _read_text(tree, "preset", DEFAULT_PRESET), _read_text(tree, "data", "")
     if where is not None:
         preset = str(where / preset) if preset.endswith(".toml") else preset
@@ -171,7 +173,7 @@ def _read_size(
                 )
     name = tree.get("name")
     return Size(
-        fields=_flatten({n: v for n, v in tree.items() if n not in _SIZE_KEYS}),
+        fields=fields.flatten({n: v for n, v in tree.items() if n not in _SIZE_KEYS}),
         name=None if name is None else _check_name(name),
         variants=tuple(known) if isinstance(known, list) else (known,),
         budgets=few,
@@ -231,15 +233,6 @@ def _check_name(name: Any) -> str:
     if not isinstance(name, str) or not name.strip(".") or "/" in name or "\\" in name:
         raise ValueError(f"'{name}' names a folder: use letters, digits, '-' and '_'")
     return name
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Tables in tables to dotted names: TOML reads `routing.every = 2` as a table."""
-    flat = {}
-    for name, value in tree.items():
-        inside = isinstance(value, Mapping)
-        flat |= _flatten(value, f"{prefix}{name}.") if inside else {prefix + name: value}
-    return flat
 
 
 def _refuse_unknown(tree: Mapping[str, Any], known: Sequence[str], what: str) -> None:
