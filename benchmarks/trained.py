@@ -29,6 +29,7 @@ from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 from depthmix.sampler import open_sampler
 from depthmix.train.optim import make_optimizers
+from depthmix.train.parallel import compile_layers
 from depthmix.train.step import TrainStep
 
 NUM_STEPS = 60
@@ -37,14 +38,13 @@ NUM_STEPS = 60
 def time_training(recipe: RunConfig, device: str) -> float:
     """Milliseconds of a step of the run's own shape, with its own optimiser."""
     config, on_gpu = recipe.model, device == "cuda"
-    size = (recipe.train.batch_size, config.max_seq_len + 1)
+    size = (recipe.train.batch_size, recipe.seq_len + 1)
     tokens = torch.randint(config.vocab_size, size, device=device)
     with torch.device(device):
         network = Transformer(config)
     if on_gpu:
         # one by one: equal layers share their code, which is there in seconds
-        for layer in network.layers:
-            layer.compile(fullgraph=True)
+        compile_layers(network)
     optimizers = make_optimizers(network, recipe.train, capturable=on_gpu)
     precision = torch.bfloat16 if on_gpu else None
     step = TrainStep(network, optimizers, precision=precision, cuda_graph=on_gpu)
@@ -128,7 +128,7 @@ def main() -> None:
         about = {
             "run": "/".join(path.parts[-3:]),
             "parameters": flops.num_parameters(config).total,
-            "forward_flops": flops.forward_flops(config) / config.max_seq_len,
+            "forward_flops": flops.forward_flops(config, seq_len=recipe.seq_len) / recipe.seq_len,
             "ms_per_step": time_training(recipe, device),
         }
         print(f"{path}: a step takes {about['ms_per_step']:.2f} ms", file=sys.stderr, flush=True)

@@ -129,22 +129,23 @@ def main() -> None:
             run = started[teacher].result() if teacher in started else args.out / teacher
             fields["train.distill"] = str(run)
         print(f"{name}: healing, see {args.out / name}.log", flush=True)
-        return heal(args, name, fields)
+        run = heal(args, name, fields)
+        tell(name, run)
+        return run
 
-    rows = []
+    def tell(name: str, path: Path) -> None:
+        rows[name] = {"name": name, **pick(measure(args, path))}
+        print(json.dumps(rows[name]), flush=True)
+
+    rows: dict[str, dict[str, Any]] = {}
     with ThreadPoolExecutor(args.jobs) as pool:
         for name in chosen:
             started[name] = pool.submit(work, name)
-    paths = {"original": args.model} | {
-        name: future.result() for name, future in started.items() if future.exception() is None
-    }
-    for name, path in paths.items():
-        told = measure(args, path)
-        rows.append({"name": name, **pick(told)})
-        print(json.dumps(rows[-1]), flush=True)
-    (args.out / "results.json").write_text(json.dumps(rows, indent=1))
-    draw(rows, args.out / "loss.png")
-    print_table(rows)
+        tell("original", args.model)
+    table = [rows[name] for name in ("original", *chosen) if name in rows]
+    (args.out / "results.json").write_text(json.dumps(table, indent=1))
+    draw(table, args.out / "loss.png")
+    print_table(table)
     place = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     print(f"\n{place}, torch {torch.__version__}, {args.steps} steps")
     for name, future in started.items():

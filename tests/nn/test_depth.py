@@ -386,3 +386,16 @@ def test_memory_reaches_the_block() -> None:
     layer = make_layer("mod", Listener())
     assert layer(x, make_place())[1].memory is None
     assert given[-1] is None
+
+
+@pytest.mark.compile
+def test_layers_of_different_capacities_are_compiled_in_one_process() -> None:
+    torch.compiler.reset()
+    x, place = torch.randn(2, LENGTH, make_config("mod").width).double(), make_place()
+    for capacity in (0.125, 0.5, 0.25):
+        layer = make_layer("mod", **{"routing.capacity": capacity})
+        expected, routing, _ = layer(x, place)
+        layer.compile(fullgraph=True, backend="eager")
+        found, found_routing, _ = layer(x, place)
+        assert torch.equal(found_routing.index, routing.index)
+        torch.testing.assert_close(found, expected)

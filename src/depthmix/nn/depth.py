@@ -28,6 +28,17 @@ class Decider(nn.Module):
         self.router = Router(width, normalize=config.normalize_input, init_std=config.init_std)
         self.predictor = Predictor(width, config.predictor_width) if config.has_predictor else None
 
+    @property
+    def capacity(self) -> float:
+        """Share of tokens that are kept."""
+        return float(self._capacity)
+
+    @capacity.setter
+    def capacity(self, capacity: float) -> None:
+        # as text: torch.compile makes an unknown of a number in which two blocks or models differ,
+        # and the number of places cannot be computed from one
+        self._capacity = repr(capacity)
+
     def forward(
         self,
         x: Float[Tensor, "B T D"],
