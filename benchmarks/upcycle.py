@@ -96,6 +96,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         place = (100 * row["share"], row["loss"])
         axes.plot(*place, "o", color="tab:orange" if row["share"] < 1 else "tab:blue")
         axes.annotate(row["name"], place, xytext=(5, 3), textcoords="offset points", fontsize=8)
+    # room for the names at the right
+    axes.margins(x=0.18, y=0.08)
     axes.set(xlabel="forward FLOPs, % of dense", ylabel="validation loss, causal")
     figure.savefig(path, dpi=150)
 
