@@ -20,6 +20,7 @@ from depthmix.train.memory import (
     count_traffic,
     estimate_run,
 )
+from depthmix.train.optim import make_optimizers
 from depthmix.train.step import Root, TrainStep
 from variants import NAMES, make_config
 
@@ -73,6 +74,30 @@ def test_few_experts_are_cut_for_many_gpus() -> None:
 def test_replicas_hold_what_their_shard_group_shares() -> None:
     shared, replicated = (make_run(**{"train.shard_size": size}) for size in (None, 8))
     assert count_shards(shared, 8) == count_shards(replicated, 64)
+
+
+@pytest.mark.parametrize("name", ["mod", "mode_staged", "mod_kv"])
+def test_muon_has_one_moment_where_it_trains(name: str) -> None:
+    run = RunConfig(model=make_config(name), train=Recipe(optimizer="muon"))
+    model = Transformer(run.model)
+    optimizers = make_optimizers(model, run.train)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    states = []
+    for optimizer in optimizers:
+        optimizer.step()
+        states += optimizer.state.values()
+    # the step that AdamW counts is one number
+    held = sum(v.nbytes for state in states for v in state.values() if v.ndim)
+    found = estimate_run(run, Cluster(num_gpus=1))
+    assert found.memory.optimizer == held
+    total = flops.num_parameters(run.model).total
+    assert found.checkpoint_bytes == held + 4 * total
+    assert found.disk_bytes == (run.train.keep_checkpoints + 2) * found.checkpoint_bytes
+    shared = count_shards(run, num_gpus=4)
+    assert sum(group.num_muon for group in shared) == 3 * total - (held + 4 * total) // 4
+    assert all(group.local_muon <= group.local_elements for group in shared)
+    assert all(4 * group.local_muon >= group.num_muon for group in shared)
 
 
 class Tracked:

@@ -5,6 +5,7 @@ logits were asked for. Knows nothing of torch.
 """
 
 from collections.abc import Sequence
+from operator import add
 from typing import NamedTuple
 
 from depthmix.config import ModelConfig
@@ -84,15 +85,25 @@ class DepthMeter:
             + places * sizes.expert
         )
         self.paths: list[tuple[bool, ...]] = []
-        self.flops = self.dense_flops = self.num_visits = self.num_visits_dense = 0
+        # what FLOPs are made of, all tokens together
+        self.used = Usage(0, 0, 0, 0, 0, 0, 0)
+        self.num_tokens = self.num_logits = self.num_dense_pairs = 0
 
     def add(
         self, start: int, paths: Sequence[tuple[bool, ...]], used: Usage, *, num_logits: int
     ) -> None:
         """Tokens from position `start` on were computed, one for each of `paths`."""
-        count, sizes = len(paths), self.sizes
+        count = len(paths)
         # tokens that are computed again after a preemption take the same way
         self.paths += paths[max(0, len(self.paths) - start) :]
+        self.used = Usage(*map(add, self.used, used))
+        self.num_tokens += count
+        self.num_logits += num_logits
+        self.num_dense_pairs += self.num_layers * (count * start + count * (count + 1) // 2)
+
+    def read(self) -> Depth:
+        """What was added so far."""
+        used, sizes, count = self.used, self.sizes, self.num_tokens
         weights = used.num_visits * (sizes.query + sizes.out) + used.num_stored * sizes.key_value
         weights += (used.num_visits - used.num_expert_visits) * sizes.mlp
         weights += used.num_expert_visits * (sizes.expert_router + sizes.expert_predictor)
@@ -102,14 +113,12 @@ class DepthMeter:
         num_scored += used.num_routed_stored if self.decoupled else 0
         weights += num_scored * sizes.depth_router
         weights += count * self.num_deciders * sizes.depth_predictor
-        self.flops += 2 * (weights + num_logits * sizes.head) + used.num_pairs * self.pair_flops
-        num_pairs = self.num_layers * (count * start + count * (count + 1) // 2)
-        dense_weights = count * self.dense_weights + num_logits * sizes.head
-        self.dense_flops += 2 * dense_weights + num_pairs * self.pair_flops
-        self.num_visits += used.num_visits
-        self.num_visits_dense += count * self.num_layers
-
-    def read(self) -> Depth:
-        """What was added so far."""
-        spent = (self.flops, self.dense_flops, self.num_visits, self.num_visits_dense)
-        return Depth(tuple(self.paths), *spent)
+        head = self.num_logits * sizes.head
+        return Depth(
+            blocks=tuple(self.paths),
+            flops=2 * (weights + head) + used.num_pairs * self.pair_flops,
+            dense_flops=2 * (count * self.dense_weights + head)
+            + self.num_dense_pairs * self.pair_flops,
+            num_visits=used.num_visits,
+            num_visits_dense=count * self.num_layers,
+        )

@@ -3,7 +3,8 @@
 A page holds `page_size` tokens of one layer of one row. A routed block stores its routed tokens
 only, so the layers of a row have lengths of their own, and how long they become is known only
 after a step. Before it, room for the worst case is reserved; after it, what was not needed goes
-back. Knows nothing of sequences, of their order or of the device.
+back, but for the page that the next token may need: it would be reserved again at once. Knows
+nothing of sequences, of their order or of the device.
 """
 
 from collections.abc import Sequence
@@ -91,7 +92,7 @@ class Pages:
         return True
 
     def settle(self, row: int, stored: Sequence[int]) -> None:
-        """Note that layer l stored `stored[l]` more tokens; pages that hold none go back."""
+        """Note that layer l stored `stored[l]` more tokens; pages beyond the next one go back."""
         most = max(stored)
         assert len(stored) == self.num_layers, "a count for every layer"
         assert most <= self._room[row], "tokens were stored without a reservation"
@@ -101,11 +102,12 @@ class Pages:
         grown = self._grown[row]
         if grown:
             for layer in grown:
-                table = self.tables[row][layer]
-                needed = -(-lengths[layer] // self.page_size)
-                self._free_pages(table[needed:])
-                del table[needed:]
-                room = min(room, needed * self.page_size - lengths[layer])
+                table, length = self.tables[row][layer], lengths[layer]
+                wanted = length // self.page_size + 1
+                if len(table) > wanted:
+                    self._free_pages(table[wanted:])
+                    del table[wanted:]
+                room = min(room, len(table) * self.page_size - length)
             grown.clear()
         self._room[row] = room
 

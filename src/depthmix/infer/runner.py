@@ -8,7 +8,6 @@ requests or of sampling.
 
 from collections.abc import Sequence
 from functools import cached_property
-from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -70,10 +69,10 @@ class Runner:
         self.device, self.record, self.compile = weight.device, record, compile
         self.cache = PagedCache(config, pages, device=weight.device, dtype=weight.dtype)
         self.routed, self.with_experts = set(config.routed_layers), set(config.expert_layers)
-        self.num_routed = len(config.routed_layers)
-        # where each routed block is in a recorded step's report of who was stored
-        first = 1 + (self.num_routed if config.routing.kv_capacity is not None else 0)
-        self.stored_line = {layer: first + i for i, layer in enumerate(config.routed_layers)}
+        self.routed_layers, self.num_routed = config.routed_layers, len(config.routed_layers)
+        self.num_dense_experts = len(self.with_experts - self.routed)
+        # where a recorded step's report begins to say what was stored
+        self.kept_line = 1 + (self.num_routed if config.routing.kv_capacity is not None else 0)
         self.steps: dict[tuple[int, int], DecodeStep] = {}
         """By batch size; of one row, by its number too."""
         self.prompts: dict[int, PromptStep | None] = {}
@@ -182,8 +181,10 @@ class Runner:
         told = outputs.told.tolist()
         self._waiting = (kind, told[0][: len(works)], [p + 1 for p in positions], rows)
         # a copy: the next recorded step, which may come before anybody samples, writes over them
-        logits = outputs.logits.clone()
-        return [self._tell(work, place, logits, told) for place, work in enumerate(works)]
+        logits = outputs.logits.clone().unbind()
+        # the step may have room for more
+        parts = zip(works, logits, zip(*told, strict=True), strict=False)
+        return [self._tell(*part) for part in parts]
 
     @cached_property
     def can_fuse(self) -> bool:
@@ -216,33 +217,32 @@ class Runner:
         wide = config.shape.head_width >= 32
         return bool(config.routed_layers) and self.selector != "all" and wide
 
-    def _tell(self, work: Work, place: int, logits: Tensor, told: list[list[int]]) -> Done:
+    def _tell(self, work: Work, logits: Tensor, column: Sequence[int]) -> Done:
         """What the device reported about one token."""
-        column = [line[place] for line in told]
-        lines = self.stored_line
-        num_layers = self.cache.num_layers
-        stored = [column[lines[i]] if i in lines else 1 for i in range(num_layers)]
-        path = tuple(map(bool, column[1 : 1 + self.num_routed]))
-        queries = stored
-        if self.model.config.routing.kv_capacity is not None:
-            taken = dict(zip(self.model.config.routed_layers, path, strict=True))
-            queries = [int(taken.get(i, True)) for i in range(num_layers)]
-        lengths = self.pages.lengths[work.chunk.row]
-        num_visits, num_stored = sum(queries), sum(stored)
-        num_dense = num_layers - self.num_routed
-        num_expert_lines = len(self.with_experts)
+        chunk, lengths, num_routed = work.chunk, self.pages.lengths[work.chunk.row], self.num_routed
+        taken, kept = column[1 : 1 + num_routed], column[self.kept_line :][:num_routed]
+        stored = [1] * self.cache.num_layers
+        num_dense = self.cache.num_layers - num_routed
+        # a query sees what was there and its own key; where nobody is sent by, all is there
+        num_pairs = num_dense * chunk.start
+        num_expert_visits = self.num_dense_experts
+        for layer, runs, keeps in zip(self.routed_layers, taken, kept, strict=True):
+            stored[layer] = keeps
+            if runs:
+                num_pairs += lengths[layer]
+                num_expert_visits += layer in self.with_experts
+        num_visits = num_dense + sum(taken)
         used = Usage(
             num_visits=num_visits,
             num_routed_visits=num_visits - num_dense,
-            num_expert_visits=sum(queries[i] for i in self.with_experts),
-            num_stored=num_stored,
-            num_routed_stored=num_stored - num_dense,
-            # a query sees what was there and its own key
-            num_pairs=sum(map(mul, queries, lengths)) + num_visits,
-            num_expert_pairs=sum(column[-num_expert_lines:]) if num_expert_lines else 0,
+            num_expert_visits=num_expert_visits,
+            num_stored=num_dense + sum(kept),
+            num_routed_stored=sum(kept),
+            num_pairs=num_pairs + num_visits,
+            num_expert_pairs=sum(column[len(column) - len(self.with_experts) :]),
         )
-        asked = (logits[place], column[0]) if work.chunk.samples else (None, None)
-        return Done(*asked, stored, used, [path])
+        asked = (logits, column[0]) if chunk.samples else (None, None)
+        return Done(*asked, stored, used, [tuple(map(bool, taken))])
 
     def _add_up(self, uses: Sequence[LayerUse], num_expert_pairs: int) -> Usage:
         """One span's use over all layers."""

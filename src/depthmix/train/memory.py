@@ -15,7 +15,7 @@ from depthmix.kernels.cross_entropy import CHUNK_TOKENS
 from depthmix.recipe import Recipe, RunConfig
 from depthmix.train.activations import FLOAT32, count_activations
 
-# beside each parameter in float32: AdamW's two moments
+# a parameter's share of a checkpoint: itself in float32, and AdamW's two moments
 STATE_BYTES = 3 * FLOAT32
 
 # a ring's step inside a node and between nodes, as NCCL's own cost model has them
@@ -47,6 +47,10 @@ class Group(NamedTuple):
     """All of them, without padding."""
     local_elements: int
     """On one rank, as allocated."""
+    num_muon: int = 0
+    """Those of `num_elements` that Muon trains: it has one moment."""
+    local_muon: int = 0
+    """Those of `local_elements`."""
 
 
 class Memory(NamedTuple):
@@ -122,6 +126,8 @@ def estimate_run(run: RunConfig, cluster: Cluster) -> Estimate:
     num_parameters = flops.num_parameters(config).total
     assert sum(group.num_elements for group in groups) == num_parameters
     local = sum(group.local_elements for group in groups)
+    state = STATE_BYTES * local - FLOAT32 * sum(group.local_muon for group in groups)
+    checkpoint = STATE_BYTES * num_parameters - FLOAT32 * sum(group.num_muon for group in groups)
     num_rows = recipe.batch_size // (num_gpus * recipe.accumulate)
     # auto is bfloat16 on a GPU
     size = FLOAT32 if recipe.precision == "float32" else 2
@@ -141,16 +147,16 @@ def estimate_run(run: RunConfig, cluster: Cluster) -> Estimate:
         memory=Memory(
             parameters=FLOAT32 * local,
             gradients=FLOAT32 * local,
-            optimizer=(STATE_BYTES - FLOAT32) * local,
+            optimizer=state - FLOAT32 * local,
             gathered=count_gathered(groups, size, shard_size),
             activations=recomputed if recipe.checkpoint_activations else kept,
             loss=_count_loss(run, num_rows, size),
         ),
         activations_kept=kept,
         activations_recomputed=recomputed,
-        host_bytes=on_node * max(STATE_BYTES * local, FLOAT32 * config.vocab_size * config.width),
-        checkpoint_bytes=STATE_BYTES * num_parameters,
-        disk_bytes=STATE_BYTES * num_parameters * (recipe.keep_checkpoints + 2),
+        host_bytes=on_node * max(state, FLOAT32 * config.vocab_size * config.width),
+        checkpoint_bytes=checkpoint,
+        disk_bytes=checkpoint * (recipe.keep_checkpoints + 2),
         traffic=count_traffic(groups, size, recipe, cluster),
         compute_seconds=compute / num_gpus / cluster.flops_per_second,
         padding=shard_size * local / num_parameters - 1,
@@ -175,27 +181,33 @@ def count_shards(run: RunConfig, num_gpus: int, rank: int = 0) -> list[Group]:
 
     from depthmix.nn import Transformer
     from depthmix.nn.router import Router
+    from depthmix.train.optim import list_muon
     from depthmix.train.parallel import make_mesh, shard_model
     from depthmix.train.step import Root
 
     with torch.device("meta"):
         root = Root(Transformer(run.model))
+    by_muon = run.train.optimizer == "muon"
     if num_gpus == 1:
         count = sum(p.numel() for p in root.parameters())
-        return [Group("root", count, count)]
+        num_muon = sum(p.numel() for p in list_muon(root.model)) if by_muon else 0
+        return [Group("root", count, count, num_muon, num_muon)]
     groups, seen = [], set()
     with _pretend_world(num_gpus, rank):
         shard_model(root, make_mesh(num_gpus, "cpu", run.train.shard_size), torch.bfloat16)
+        muon = {id(p) for p in list_muon(root.model)} if by_muon else set()
         # inner modules come last: what they leave belongs to the outer ones
         for module in reversed(list(root.modules())):
             if isinstance(module, FSDPModule):
                 own: list[Any] = [p for p in module.parameters() if id(p) not in seen]
                 seen |= {id(p) for p in own}
                 kind = "router" if isinstance(module, Router) else "layer"
-                # the storage has the padding, the tensor does not
-                stored = [p.to_local().untyped_storage().nbytes() // p.itemsize for p in own]
-                numel = sum(p.numel() for p in own)
-                groups.append(Group("root" if module is root else kind, numel, sum(stored)))
+                counts = []
+                for part in (own, [p for p in own if id(p) in muon]):
+                    # the storage has the padding, the tensor does not
+                    stored = (p.to_local().untyped_storage().nbytes() // p.itemsize for p in part)
+                    counts += [sum(p.numel() for p in part), sum(stored)]
+                groups.append(Group("root" if module is root else kind, *counts))
     return groups
 
 

@@ -54,6 +54,11 @@ def group_parameters(model: Transformer) -> dict[str, list[nn.Parameter]]:
     return groups
 
 
+def list_muon(model: Transformer) -> list[nn.Parameter]:
+    """What Muon trains, where it is asked for: stacks of experts, no matrices, stay with AdamW."""
+    return [p for p in group_parameters(model)["matrices"] if p.ndim == 2]
+
+
 def make_optimizers(
     model: Transformer, recipe: Recipe, *, capturable: bool = False
 ) -> list[Optimizer]:
@@ -69,8 +74,7 @@ def make_optimizers(
     groups = {name: params for name, params in group_parameters(model).items() if params}
     optimizers: list[Optimizer] = []
     if recipe.optimizer == "muon":
-        # stacks of experts are not one matrix: they stay with AdamW
-        flat = [p for p in groups.get("matrices", []) if p.ndim == 2]
+        flat = list_muon(model)
         groups["matrices"] = [p for p in groups.get("matrices", []) if p.ndim != 2]
         if not flat:
             raise ValueError("train.optimizer = muon has no matrix to train here: use adamw")
