@@ -33,6 +33,7 @@ def test_upcycle_then_sample_and_trace(
     assert "3 of 4 blocks route: capacity 0.25, gate tanh1" in told
     assert "computes what the dense model does" in told
     assert f"depthmix train --from {run} --data DATA" in told
+    assert f"train.distill={dense}" in told
     assert f"--tokenizer {run}" in told
 
     assert main(["sample", str(run), "--prompt", "line", "--max-tokens", "5", "--json"]) == 0

@@ -107,8 +107,8 @@ def upcycle(
     print("its routers have learned nothing, so routing costs much of what it knew; heal it with:")
     print(f"  depthmix prepare TEXT --tokenizer {place} --out DATA")
     print(
-        f"  depthmix train --from {place} --data DATA --steps 2000 train.capacity_from=1.0 "
-        f"train.seq_len={length}"
+        f"  depthmix train --from {place} --data DATA --steps 2000 "
+        f"{shlex.quote(f'train.distill={source}')} train.seq_len={length}"
     )
 
 
