@@ -3,8 +3,7 @@
 A page holds `page_size` tokens of one layer of one row. A routed block stores its routed tokens
 only, so the layers of a row have lengths of their own, and how long they become is known only
 after a step. Before it, room for the worst case is reserved; after it, what was not needed goes
-back, but for the page that the next token may need: it would be reserved again at once. Knows
-nothing of sequences, of their order or of the device.
+back. Knows nothing of sequences, of their order or of the device.
 """
 
 from collections.abc import Sequence
@@ -62,6 +61,8 @@ class Pages:
             [[] for _ in range(num_layers)] for _ in range(num_rows)
         ]
         self._changes: dict[tuple[int, int, int], int] = {}
+        # what it holds in their places until then
+        self._before: dict[tuple[int, int, int], int] = {}
 
     @property
     def num_used(self) -> int:
@@ -92,7 +93,7 @@ class Pages:
         return True
 
     def settle(self, row: int, stored: Sequence[int]) -> None:
-        """Note that layer l stored `stored[l]` more tokens; pages beyond the next one go back."""
+        """Note that layer l stored `stored[l]` more tokens; pages that hold none go back."""
         most = max(stored)
         assert len(stored) == self.num_layers, "a count for every layer"
         assert most <= self._room[row], "tokens were stored without a reservation"
@@ -102,12 +103,12 @@ class Pages:
         grown = self._grown[row]
         if grown:
             for layer in grown:
-                table, length = self.tables[row][layer], lengths[layer]
-                wanted = length // self.page_size + 1
-                if len(table) > wanted:
-                    self._free_pages(table[wanted:])
-                    del table[wanted:]
-                room = min(room, len(table) * self.page_size - length)
+                table = self.tables[row][layer]
+                needed = -(-lengths[layer] // self.page_size)
+                if len(table) > needed:
+                    self._free_pages(table[needed:])
+                    del table[needed:]
+                room = min(room, needed * self.page_size - lengths[layer])
             grown.clear()
         self._room[row] = room
 
@@ -128,6 +129,7 @@ class Pages:
         """
         changes = [Change(*place, page) for place, page in self._changes.items()]
         self._changes.clear()
+        self._before.clear()
         return changes
 
     def _find_short(self, row: int, num_tokens: int) -> list[tuple[int, int]]:
@@ -179,9 +181,17 @@ class Pages:
         if told[first : first + len(pages)] == list(pages):
             return
         for index, page in enumerate(pages, first):
-            if told[index : index + 1] != [page]:
+            held = told[index : index + 1]
+            if held != [page]:
                 told[index : index + 1] = [page]
-                self._changes[layer, row, index] = page
+                place = (layer, row, index)
+                if held and place not in self._changes:
+                    self._before[place] = held[0]
+                if self._before.get(place) == page:
+                    # another one was there in between, and nobody was told
+                    del self._changes[place]
+                else:
+                    self._changes[place] = page
 
     def _free_pages(self, pages: list[int]) -> None:
         """Take pages of a table back, its last first."""
