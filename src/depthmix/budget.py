@@ -8,8 +8,7 @@ there is no counter that a resumed run could lose. Knows nothing of torch.
 import math
 import sys
 from bisect import bisect_right
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Sequence
 from itertools import pairwise
 
 from depthmix.config import ModelConfig
@@ -33,15 +32,15 @@ def count_steps(run: RunConfig) -> int:
     if recipe.capacity_from is None or steps < 1:
         return _round_down(steps)
     # no step is cheaper than the last ones, so these are the most that there can be
-    most, price = min(int(steps), sys.maxsize), cache(partial(_price, run))
+    most, prices = min(int(steps), sys.maxsize), _list_prices(run)
     return bisect_right(
-        range(1, most + 1), recipe.flops, key=lambda count: _add_up(run, count, price)
+        range(1, most + 1), recipe.flops, key=lambda count: _add_up(run, count, prices)
     )
 
 
 def count_flops(run: RunConfig, num_steps: int) -> int:
     """FLOPs of a run of so many steps, each at the capacities that it has."""
-    return _add_up(run, num_steps, partial(_price, run))
+    return _add_up(run, num_steps, _list_prices(run))
 
 
 def list_stages(run: RunConfig, num_steps: int) -> dict[int, ModelConfig]:
@@ -49,26 +48,43 @@ def list_stages(run: RunConfig, num_steps: int) -> dict[int, ModelConfig]:
 
     One stage, unless `train.capacity_from` says otherwise. The last step has the model's own.
     """
+    # of two that begin at once, in a short run, the later counts
+    return dict(zip(_list_firsts(run, num_steps), _list_models(run), strict=True))
+
+
+def _list_models(run: RunConfig) -> list[ModelConfig]:
+    """The stages in order, however long they are."""
     recipe, model = run.train, run.model
     if recipe.capacity_from is None:
-        return {0: model}
+        return [model]
     _check(run, recipe.capacity_from)
-    # the slack keeps 0.07 · 100 from becoming 8
-    num_falling = min(num_steps - 1, math.ceil(recipe.capacity_share * num_steps - 1e-9))
-    stages, count = {}, recipe.capacity_stages
+    stages, count = [], recipe.capacity_stages
     for stage in range(count):
         left = 1 - stage / count
         shares = tuple(c + (recipe.capacity_from - c) * left for c in model.capacities)
-        first = math.ceil(stage * num_falling / count)
-        # of two that begin at once, in a short run, the later counts
-        stages[first] = model.override({"routing.capacity": shares})
-    return {**stages, num_falling: model}
+        stages.append(model.override({"routing.capacity": shares}))
+    return [*stages, model]
 
 
-def _add_up(run: RunConfig, num_steps: int, price: Callable[[ModelConfig], int]) -> int:
-    stages = list_stages(run, num_steps)
-    counts = (end - first for first, end in pairwise([*stages, num_steps]))
-    return sum(count * price(model) for count, model in zip(counts, stages.values(), strict=True))
+def _list_firsts(run: RunConfig, num_steps: int) -> list[int]:
+    """The first step of each stage."""
+    recipe = run.train
+    if recipe.capacity_from is None:
+        return [0]
+    # the slack keeps 0.07 · 100 from becoming 8
+    num_falling = min(num_steps - 1, math.ceil(recipe.capacity_share * num_steps - 1e-9))
+    count = recipe.capacity_stages
+    return [math.ceil(stage * num_falling / count) for stage in range(count)] + [num_falling]
+
+
+def _add_up(run: RunConfig, num_steps: int, prices: Sequence[int]) -> int:
+    steps = pairwise([*_list_firsts(run, num_steps), num_steps])
+    return sum((end - first) * price for (first, end), price in zip(steps, prices, strict=True))
+
+
+def _list_prices(run: RunConfig) -> list[int]:
+    """FLOPs of a step in each stage."""
+    return [_price(run, model) for model in _list_models(run)]
 
 
 def _price(run: RunConfig, model: ModelConfig) -> int:

@@ -68,9 +68,9 @@ class Runner:
         self.model, self.selector, self.pages = model, selector, pages
         self.device, self.record, self.compile = weight.device, record, compile
         self.cache = PagedCache(config, pages, device=weight.device, dtype=weight.dtype)
-        self.routed, self.with_experts = set(config.routed_layers), set(config.expert_layers)
         self.routed_layers, self.num_routed = config.routed_layers, len(config.routed_layers)
-        self.num_dense_experts = len(self.with_experts - self.routed)
+        self.with_experts = set(config.expert_layers)
+        self.num_dense_experts = len(self.with_experts.difference(self.routed_layers))
         # where a recorded step's report begins to say what was stored
         self.kept_line = 1 + (self.num_routed if config.routing.kv_capacity is not None else 0)
         self.steps: dict[tuple[int, int], DecodeStep] = {}
@@ -126,7 +126,7 @@ class Runner:
             return None
         outputs = prompt.outputs
         paths = [tuple(path) for path in outputs.taken[: chunk.count].tolist()]
-        kept = dict(zip(self.model.config.routed_layers, prompt.kept, strict=True))
+        kept = dict(zip(self.routed_layers, prompt.kept, strict=True))
         stored = [kept.get(layer, chunk.count) for layer in range(self.cache.num_layers)]
         # each query sees its own key and all before
         uses = [LayerUse(n, n, n * (n + 1) // 2) for n in stored]
@@ -231,13 +231,14 @@ class Runner:
             if runs:
                 num_pairs += lengths[layer]
                 num_expert_visits += layer in self.with_experts
-        num_visits = num_dense + sum(taken)
+        num_routed_visits, num_routed_stored = sum(taken), sum(kept)
+        num_visits = num_dense + num_routed_visits
         used = Usage(
             num_visits=num_visits,
-            num_routed_visits=num_visits - num_dense,
+            num_routed_visits=num_routed_visits,
             num_expert_visits=num_expert_visits,
-            num_stored=num_dense + sum(kept),
-            num_routed_stored=sum(kept),
+            num_stored=num_dense + num_routed_stored,
+            num_routed_stored=num_routed_stored,
             num_pairs=num_pairs + num_visits,
             num_expert_pairs=sum(column[len(column) - len(self.with_experts) :]),
         )
@@ -248,10 +249,10 @@ class Runner:
         """One span's use over all layers."""
         return Usage(
             num_visits=sum(use.num_queries for use in uses),
-            num_routed_visits=sum(uses[i].num_queries for i in self.routed),
+            num_routed_visits=sum(uses[i].num_queries for i in self.routed_layers),
             num_expert_visits=sum(uses[i].num_queries for i in self.with_experts),
             num_stored=sum(use.num_stored for use in uses),
-            num_routed_stored=sum(uses[i].num_stored for i in self.routed),
+            num_routed_stored=sum(uses[i].num_stored for i in self.routed_layers),
             num_pairs=sum(use.num_pairs for use in uses),
             num_expert_pairs=num_expert_pairs,
         )
