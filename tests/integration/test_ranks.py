@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -14,6 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from torch._dynamo.testing import CompileCounter
@@ -179,6 +179,8 @@ def work(rank: int, root: Path, ports: dict[str, int]) -> None:
     """What each of the two ranks does, in order; ends in an error of one of them."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1"}
+    # as under torchrun: who started the ranks serves the port, and no rank has to win it
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 
     def enter(name: str) -> str:
         os.environ["MASTER_PORT"] = str(ports[name])
@@ -216,15 +218,13 @@ class Pair(NamedTuple):
     exit_codes: list[int | None]
 
 
-def find_ports() -> dict[str, int]:
-    """A free port for each launch; all are held until all are found."""
-    sockets = [socket.socket() for _ in LAUNCHES]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return dict(zip(LAUNCHES, ports, strict=True))
+def serve_ports() -> dict[str, dist.TCPStore]:
+    """A meeting place for each launch, open from now on: a port that is found and let go is lost
+    to whoever asks next."""
+    return {
+        name: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for name in LAUNCHES
+    }
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     for name, (variant, fields) in CURVES.items():
         train(root, f"one-{name}", variant, **fields)
     rewind(root / "one-mod", root / "resumed")
-    ports, context = find_ports(), mp.get_context("spawn")
+    stores, context = serve_ports(), mp.get_context("spawn")
+    ports = {name: store.port for name, store in stores.items()}
     with pytest.MonkeyPatch.context() as patched:
         # where there is a GPU, FSDP2 would move the CPU's model to it
         patched.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -1,7 +1,5 @@
 """Whole matrices come from their parts and go back to them, however they were cut."""
 
-import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -28,13 +26,12 @@ def test_parts_are_those_of_torch(length: int, num_parts: int, dim: int) -> None
     assert all(part[dim] == 0 for part in found[len(wanted) :])
 
 
-def work(rank: int, port: int, folder: Path) -> None:
+def work(rank: int, meeting: str, folder: Path) -> None:
     torch.set_num_threads(1)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=NUM_RANKS)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     # all of them, and fewer than there are processes
     for cases in (CASES, CASES[:2], CASES[:1]):
@@ -57,8 +54,6 @@ def work(rank: int, port: int, folder: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_three_processes_share_matrices_out(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(work, (port, tmp_path), nprocs=NUM_RANKS, start_method="spawn")
-    assert len(list(tmp_path.iterdir())) == NUM_RANKS
+    meeting = f"file://{tmp_path / 'meeting'}"
+    mp.start_processes(work, (meeting, tmp_path), nprocs=NUM_RANKS, start_method="spawn")
+    assert len(list(tmp_path.glob("done-*"))) == NUM_RANKS
