@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from depthmix.kernels import linear_cross_entropy
 from depthmix.nn import Transformer
 from depthmix.train import evaluate
+from depthmix.train import loss as losses
 from depthmix.train.evaluate import (
     TokenBatch,
     bits_per_byte,
@@ -65,6 +68,18 @@ def test_losses_are_those_of_the_whole_logits(name: str, selector: str | None) -
         found, _ = look_at_batch(model, *batch, selector, None)
         torch.manual_seed(3)
         torch.testing.assert_close(found, loss_by_hand(model, batch, selector))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_padded_vocabulary_has_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where no logits are kept and none is misaligned."""
+    model = make_model(make_config("mod", vocab_size=65), dtype=torch.float32)
+    batch = make_batch(model)
+    chunked = partial(linear_cross_entropy, chunked=True)
+    monkeypatch.setattr(losses, "linear_cross_entropy", chunked)
+    found, _ = look_at_batch(model, *batch, None, None)
+    torch.testing.assert_close(found, loss_by_hand(model, batch, None))
 
 
 @torch.no_grad()

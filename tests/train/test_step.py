@@ -2,12 +2,15 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from depthmix.kernels import linear_cross_entropy
 from depthmix.nn import Transformer
+from depthmix.train import loss as losses
 from depthmix.train.loss import IGNORE, language_model_loss, routing_loss
 from depthmix.train.step import TrainStep, _copy_state, _restore_state, compute_loss
 from variants import (
@@ -48,6 +51,36 @@ def test_loss_is_the_sum_of_its_parts(name: str) -> None:
     # only the total has a gradient
     assert found.total.requires_grad
     assert not found.routing.loss.requires_grad
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("vocab_size", [5, 63, 64, 65, 1000])
+def test_a_padded_vocabulary_is_seen_nowhere(
+    vocab_size: int, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: the loss and every gradient are those without padding, and so is all else."""
+    config = make_config("mod", vocab_size=vocab_size, tied_head=tied)
+    model = make_model(config, dtype=torch.float32)
+    assert (model.head.weight is model.embedding.weight) == tied
+    twin = copy.deepcopy(model)
+    tokens, targets = make_batch(model)
+    tokens, targets = tokens[:2], targets[:2].clone()
+    targets[1, 5:] = IGNORE
+    results = []
+    for network, chunked in ((twin, False), (model, True)):
+        loss = partial(linear_cross_entropy, chunked=chunked)
+        monkeypatch.setattr(losses, "linear_cross_entropy", loss)
+        found = compute_loss(network, tokens, targets)
+        found.total.backward()
+        results.append(found.total.detach())
+    torch.testing.assert_close(results[1], results[0])
+    truth = gradients_of(twin)
+    for name, grad in gradients_of(model).items():
+        torch.testing.assert_close(grad, truth[name], rtol=1e-4, atol=1e-6)
+    assert model.head.weight.shape == model.embedding.weight.shape == (vocab_size, config.width)
+    shapes, known = ({n: t.shape for n, t in m.state_dict().items()} for m in (model, twin))
+    assert shapes == known
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

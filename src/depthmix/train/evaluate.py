@@ -16,7 +16,7 @@ from depthmix.nn import Transformer
 from depthmix.nn.routing import Routing
 from depthmix.nn.transformer import Hidden
 from depthmix.train.batches import TokenBatch
-from depthmix.train.loss import IGNORE, language_model_loss, routing_loss
+from depthmix.train.loss import IGNORE, routing_loss, token_loss
 
 # logits of so many tokens at once
 CHUNK_TOKENS = 4096
@@ -77,7 +77,8 @@ def look_at_batch(
         hidden = model.compute_hidden(tokens, selector=selector, document_ids=documents)
         parts = zip(hidden.hidden.split(num_rows), targets.split(num_rows), strict=True)
         # a part counts by what it has to predict, which padding makes uneven
-        losses = [language_model_loss(model.head(h), t) * (t != IGNORE).sum() for h, t in parts]
+        head = model.head.weight
+        losses = [token_loss(h, head, t) * (t != IGNORE).sum() for h, t in parts]
     return torch.stack(losses).sum() / (targets != IGNORE).sum().clamp(min=1), hidden
 
 
