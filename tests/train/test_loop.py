@@ -13,11 +13,14 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from depthmix.checkpoint import collect_rng
 from depthmix.checkpoint import folder as disk
 from depthmix.data.shards import Corpus
 from depthmix.presets import load_preset
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
+from depthmix.train import loop
+from depthmix.train.log import SilentLogger
 from depthmix.train.loop import Outcome, Trainer
 from depthmix.train.meter import Meter
 from depthmix.train.parallel import World
@@ -165,6 +168,120 @@ def test_ten_steps_are_five_and_five(
     assert resumed.num_done == 5
     assert train(resumed) == outcome
     assert read_result(tmp_path / "parts") == read_result(tmp_path / "whole")
+
+
+def spy_rates(trainer: Trainer) -> list[list[float]]:
+    """Every group's learning rate over its scale, as each step's update has it."""
+    seen: list[list[float]] = []
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    for step in range(1, trainer.num_steps + 1):
+        do_at(trainer, step, lambda: seen.append([float(g["lr"]) / g["scale"] for g in groups]))
+    return seen
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_each_step_has_its_own_learning_rate(data: Path, tmp_path: Path, optimizer: str) -> None:
+    """The first step the first rate, the last one the last, and no other after a stop."""
+    shape = {"schedule": "wsd", "warmup": 0.4, "decay": 0.3, "final_rate": 0.0}
+    run = make_run(optimizer=optimizer, log_every=1, learning_rate=0.01, **shape)
+    shares = [1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 1, 2 / 3, 1 / 3, 0]
+    expected = [0.01 * share for share in shares]
+    trainer = make_trainer(run, data, tmp_path / "run")
+    rates = spy_rates(trainer)
+    stop_at(trainer, 6)
+    resumed = make_trainer(run, data, tmp_path / "run")
+    more = spy_rates(resumed)
+    train(resumed)
+    assert (len(rates), len(more)) == (6, 4)
+    for found, rate in zip([*rates, *more], expected, strict=True):
+        assert found == pytest.approx([rate] * len(found), rel=1e-6)
+    lines = RunDir.open(tmp_path / "run").read_metrics("train")
+    assert [line["learning_rate"] for line in lines] == pytest.approx(expected, rel=1e-6)
+
+
+def script_validations(monkeypatch: pytest.MonkeyPatch, losses: list[dict[str, float]]) -> None:
+    """Let the validations of a training find these losses, one after the other."""
+    coming = iter(losses)
+
+    def validate(root: Any, config: Any, batches: Any, precision: Any) -> tuple[Any, list[Any]]:
+        means = {name: torch.tensor(value).double() for name, value in next(coming).items()}
+        return means, [torch.zeros(1) for _ in config.routed_layers]
+
+    monkeypatch.setattr(loop, "validate", validate)
+
+
+@pytest.mark.parametrize(
+    ("losses", "best"),
+    [
+        # what a model is at when it writes counts, where that is known
+        ({"loss_topk": [4.0, 3.0, 2.0, 1.0], "loss_causal": [6.0, 5.0, 7.0, 8.0]}, 4),
+        ({"loss_topk": [1.0, 2.0, 3.0, 4.0], "loss_causal": [8.0, 7.0, 5.0, 6.0]}, 6),
+        ({"loss_topk": [4.0, 1.0, 2.0, 3.0]}, 4),
+        ({"loss": [2.0, 3.0, 1.0, 4.0]}, 6),
+    ],
+)
+def test_the_best_checkpoint_is_by_the_causal_loss(
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    losses: dict[str, list[float]],
+    best: int,
+) -> None:
+    records = [
+        dict(zip(losses, found, strict=True)) for found in zip(*losses.values(), strict=True)
+    ]
+    script_validations(monkeypatch, records)
+    run = make_run(steps=8, val_every=2, checkpoint_every=2, keep_checkpoints=1)
+    outcome = train(make_trainer(run, data, tmp_path / "run"))
+    assert outcome.val.items() >= records[-1].items()
+    folder = tmp_path / "run" / "checkpoints"
+    assert disk.find_best(folder) == best
+    # of all others only the last is kept
+    kept = disk.list_checkpoints(folder)
+    assert list(kept) == [best, 8]
+    # the last one by the same measure
+    measure = "loss_causal" if "loss_causal" in losses else next(iter(losses))
+    scores = {step: disk.read_state(path)["score"] for step, path in kept.items()}
+    assert scores == {step: losses[measure][step // 2 - 1] for step in (best, 8)}
+
+
+def make_random_run(**recipe: Any) -> RunConfig:
+    """A run in which every step and every validation draws who is kept."""
+    run = make_run(**recipe)
+    model = run.model.override({"routing.strategy": "stochastic"})
+    return RunConfig.from_dict({**run.to_dict(), "model": model.to_dict()})
+
+
+def collect_drawn() -> dict[str, Any]:
+    # checks of types at run time draw from Python's own; the training does not
+    return {name: state for name, state in collect_rng().items() if name != "python"}
+
+
+def test_validation_leaves_random_numbers_as_they_were(data: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(make_random_run(), data, tmp_path / "run")
+    # not where a seed puts them
+    torch.rand(7)
+    before = collect_drawn()
+    first = trainer._validate(SilentLogger(), 1)
+    assert collect_drawn() == before
+    # it did draw, and whenever it looks it draws the same
+    drawn = torch.rand(3)
+    assert collect_drawn() != before
+    assert trainer._validate(SilentLogger(), 2) == first
+    assert not torch.equal(torch.rand(3), drawn)
+
+
+def test_looking_often_does_not_change_the_training(data: Path, tmp_path: Path) -> None:
+    results = []
+    for name, every in (("often", 1), ("once", 99)):
+        run = make_random_run(val_every=every, log_every=1)
+        train(make_trainer(run, data, tmp_path / name))
+        result = read_result(tmp_path / name)
+        result["metrics"] = [r for r in result["metrics"] if r["kind"] == "train"]
+        results.append(result)
+    assert len(results[0]["metrics"]) == 10
+    # weights, moments, losses and random numbers; also the last validation
+    assert results[0] == results[1]
 
 
 def test_a_stop_after_the_last_save_is_made_up_for(data: Path, tmp_path: Path) -> None:
