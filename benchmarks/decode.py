@@ -12,9 +12,9 @@ below its mean, so both are told, with the share of routed blocks that were take
 
 `compile` is a plain decoder with a static cache under torch.compile(mode="reduce-overhead"), and is
 compiled before anything is timed. `transformers` is a Llama's generate(), by the difference of two
-lengths, so that its prefill cancels. "by bytes" is the time to read the weights and the cache that
-a step needs, once, at the bandwidth of an H200's datasheet. A part that fails does not take the
-others with it.
+lengths, so that its prefill cancels; both are called before they are timed. "by bytes" is the time
+to read the weights and the cache that a step needs, once, at the bandwidth of an H200's datasheet.
+A part that fails does not take the others with it.
 """
 
 import argparse
@@ -88,26 +88,21 @@ def prepare_at_rate(
     Calibration over many sequences is not enough: decisions in one sequence lean the same way,
     and a single one was seen to take between 4 and 23 % where the average was right.
     """
-    # compiling takes half a minute and pays where there are many rows
-    compile = batch > 1 and num_steps > 64
     # many rows show their rate soon
     num_steps = max(num_steps // batch, 8)
-    for left in reversed(range(MAX_CORRECTIONS + 1 if model.config.routed_layers else 0)):
+    for left in reversed(range(MAX_CORRECTIONS + 1)):
         # the same prompt again, if it is drawn at random
         torch.manual_seed(0)
         step = prepare_decode(model, batch, context)
         shares = measure_shares(step, num_steps)
         if shares is None:
-            break
+            return step
         capacity, mean = model.config.capacities[0], shares.mean().item()
         print(f"{mean:.1%} of the routed blocks are taken", flush=True)
         if abs(mean - capacity) <= SHARE_TOLERANCE or not left:
-            break
+            return step
         correct_biases(model, shares, capacity, batch * num_steps)
-    if compile or not model.config.routed_layers:
-        torch.manual_seed(0)
-        step = prepare_decode(model, batch, context, compile=compile)
-    return step
+    raise AssertionError("the last one is taken as it is")
 
 
 class Bench:
@@ -180,7 +175,9 @@ class Bench:
             model.generate(tokens, attention_mask=mask, do_sample=False, pad_token_id=0, **length)
 
         few, many = max(1, shape.num_new // 32), shape.num_new // 8 + 1
-        generate(few)
+        # both lengths: a first call of a length costs more than the call, and only one would pay it
+        for count in (few, many):
+            generate(count)
         seconds = [time_call(lambda n=count: generate(n), self.device) for count in (few, many)]
         mean = 1e6 * (seconds[1] - seconds[0]) / (many - few)
         self.add("decode", name, what="transformers", batch=batch, us=mean, us_mean=mean)
@@ -238,15 +235,15 @@ class Bench:
             share = statistics.fmean(shares) if model == "mod" else None
             self.add("decode", name, what=model, batch=batch, **summarize(us), share=share)
 
-    def measure_prefill(self, name: str, model: str, network: Transformer, compile: bool) -> None:
+    def measure_prefill(self, name: str, model: str, network: Transformer) -> None:
         num_tokens, config = SHAPES[name].prefill_tokens, network.config
-        engine = Engine(network, max_batch=1, chunk_tokens=num_tokens, compile=compile)
+        engine = Engine(network, max_batch=1, chunk_tokens=num_tokens)
         prompt, params = draw_prompts(config, 1, num_tokens), SamplingParams(max_tokens=1)
         times = [time_call(lambda: engine.generate(prompt, params), self.device) for _ in range(8)]
         # the first ones build what later ones use again
         ms = 1e3 * statistics.median(times[3:])
         count = flops.forward_flops(config, seq_len=num_tokens, causal_half=True)
-        measured = {"num_tokens": num_tokens, "ms": ms, "flops": count, "compiled": compile}
+        measured = {"num_tokens": num_tokens, "ms": ms, "flops": count}
         self.add("prefill", name, what=model, **measured)
 
     def measure_generate(self, name: str, model: str, network: Transformer, number: int) -> None:
@@ -277,9 +274,7 @@ class Bench:
         for case in range(len(shape.cases) if self.device == "cuda" else 0):
             part = "batch" if case else "decode"
             self.attempt(part, self.measure_decode, name, model, network, case)
-        # only recorded prompts are compiled, and only a GPU records
-        for compile in (False, True) if self.device == "cuda" else (False,):
-            self.attempt("prefill", self.measure_prefill, name, model, network, compile)
+        self.attempt("prefill", self.measure_prefill, name, model, network)
         for number in shape.num_prompts:
             self.attempt("generate", self.measure_generate, name, model, network, number)
 

@@ -3,7 +3,6 @@
     python benchmarks/decode_kernel.py                  # both shapes, dense and MoD, all settings
     python benchmarks/decode_kernel.py --barriers       # microseconds of a barrier
     python benchmarks/decode_kernel.py --paged          # the attention of a batch of 64 rows
-    python benchmarks/decode_kernel.py --routed         # a routed block that keeps 8 rows of 64
 
 Needs a GPU. Times are medians of 200 replays of a CUDA graph that holds the kernel, 1,152 tokens
 into a sequence, with one and with two routed blocks taken. Most of the run is compiling: about five
@@ -13,7 +12,6 @@ seconds a setting.
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
 from itertools import pairwise, product
 
 import torch
@@ -21,16 +19,14 @@ import triton
 import triton.language as tl
 from decode_models import ROUTING, SHAPES, make_config
 
-from depthmix.infer.single import stack_weights
-from depthmix.kernels import paged_triton, routed
+from depthmix.infer.layout import stack_weights
+from depthmix.kernels import paged_triton
 from depthmix.kernels.decode import DecodeStep
-from depthmix.kernels.plan import Rules, Tuning, Weights
+from depthmix.kernels.plan import Rules, Tuning
 from depthmix.kernels.stages import arrive, wait
 from depthmix.nn import Transformer
 
 NUM_TOKENS, PAGE = 1152, 16
-# so many that no weight is still in the second-level cache when it is read again
-NUM_ROUTED = 12
 
 
 @triton.jit
@@ -136,109 +132,6 @@ def time_paged(num_tokens: int) -> None:
         print(f"{settings}: {us:.1f} µs, {speed:.2f} TB/s", flush=True)
 
 
-def list_routed_settings(kind: str) -> list[routed.Tuning]:
-    sizes = [(128, 4, 7), (256, 1, 5), (256, 4, 3), (256, 4, 4), (256, 4, 7), (512, 8, 4)]
-    if kind == "decide":
-        sizes = [(256, 4, 6), (256, 8, 4), (256, 8, 6), (512, 8, 3), (512, 8, 4), (256, 8, 9)]
-    rows = [routed.Tuning(16, *size) for size in sizes]
-    return [*rows, routed.Tuning(16, 512, 8, 5), routed.Tuning(32, 256, 4, 4)]
-
-
-def make_routed_weights(width: int, mlp_width: int, num_units: int) -> Weights:
-    def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return 0.02 * torch.randn(shape, device="cuda", dtype=dtype)
-
-    return Weights(
-        embedding=draw(1, width),
-        phase_table=draw(1, 2, 1, dtype=torch.float32),
-        norm_attention=1 + draw(NUM_ROUTED, width),
-        w_qkv=draw(NUM_ROUTED, 3 * width, width),
-        w_attn_out=draw(NUM_ROUTED, width, width),
-        norm_mlp=1 + draw(NUM_ROUTED, width),
-        w_in=draw(NUM_ROUTED, 2 * mlp_width, width),
-        w_mlp_out=draw(NUM_ROUTED, width, mlp_width),
-        norm=draw(width),
-        head=draw(1, width),
-        router=draw(NUM_ROUTED, width, dtype=torch.float32),
-        predictor_in=draw(NUM_ROUTED, num_units, width),
-        predictor_out=draw(NUM_ROUTED, num_units),
-        predictor_bias=draw(NUM_ROUTED) - 1e9,
-    )
-
-
-def tell_routed(what: str, run: Callable[[int], object], num_bytes: int) -> None:
-    """Print the microseconds of one call, of as many as there are layers, and what they read."""
-
-    def run_all() -> None:
-        for layer in range(NUM_ROUTED):
-            run(layer)
-
-    us = 1e3 * triton.testing.do_bench_cudagraph(run_all) / NUM_ROUTED
-    print(f"{what}: {us:.1f} µs, {num_bytes / us / 1e6:.2f} TB/s", flush=True)
-
-
-def time_routed() -> None:
-    """The kernels of a routed block by settings, those of cuBLAS for all rows, and all together."""
-    num_rows, num_heads, width, mlp_width, num_tokens = 64, 16, 2048, 5504, 272
-    weights = make_routed_weights(width, mlp_width, 64)
-    # nobody is chosen, but every eighth row begins a sequence and is kept
-    rules = Rules(num_heads, 1e-6, tuple(range(NUM_ROUTED)), "predictor", first_tokens=1)
-    row = torch.arange(num_rows, device="cuda")
-    x = torch.randn((num_rows, width), device="cuda").bfloat16()
-    position = row % 8
-    phase = torch.randn((num_rows, 2, width // num_heads // 2), device="cuda")
-    stacked = {
-        "rotate": weights.w_qkv,
-        "store": weights.w_attn_out,
-        "swiglu": weights.w_in,
-        "update": weights.w_mlp_out,
-    }
-
-    def tell_kind(kind: str, tuning: routed.Tuning) -> None:
-        step = routed.RoutedRows(weights, rules, num_rows, 0.125, {kind: tuning})
-        slot = step.decide(x, 0, position, row, None)
-        assert int((slot >= 0).sum()) == num_rows // 8
-        what = f"{kind}, {tuning}"
-        if kind == "decide":
-            size = 2 * (weights.predictor_in[0].numel() + 2 * x.numel())
-            tell_routed(what, lambda layer: step.decide(x, layer, position, row, None), size)
-            return
-        step.shaped.normal_()
-        step.hidden.normal_()
-        sources = {"rotate": step.normed, "store": x, "swiglu": step.shaped, "update": step.hidden}
-        given = (x.clone(), phase if kind == "rotate" else None)
-        size = 2 * stacked[kind][0].numel()
-        tell_routed(what, lambda layer: step.multiply(kind, sources[kind], layer, *given), size)
-
-    def tell_library(kind: str) -> None:
-        weight = stacked[kind]
-        given = torch.randn((num_rows, weight.shape[2]), device="cuda").bfloat16()
-        size = 2 * weight[0].numel()
-        tell_routed(f"{kind}, cuBLAS", lambda layer: torch.mm(given, weight[layer].T), size)
-
-    for kind in ("decide", *stacked):
-        for tuning in list_routed_settings(kind):
-            tell_kind(kind, tuning)
-        if kind in stacked:
-            tell_library(kind)
-    most_pages = num_tokens // PAGE + 1
-    shape = (NUM_ROUTED * num_rows * most_pages, num_heads, PAGE, width // num_heads)
-    pages = [torch.randn(shape, device="cuda", dtype=x.dtype).transpose(0, 1) for _ in range(2)]
-    table = torch.randperm(shape[0], device="cuda").view(NUM_ROUTED, num_rows, -1).int()
-    lengths = torch.full((NUM_ROUTED, num_rows), num_tokens - 1, device="cuda").int()
-    step = routed.RoutedRows(weights, rules, num_rows, 0.125)
-
-    def run_block(layer: int) -> None:
-        # each call counts the new token, and one is to be as the other
-        places = (*pages, table[layer], lengths[layer].clone())
-        step(x, layer, phase, position, row, None, *places)
-
-    read = sum(2 * weight[0].numel() for weight in stacked.values())
-    tell_routed(
-        "the block", run_block, read + 4 * (num_rows // 8) * num_heads * num_tokens * shape[3]
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -247,14 +140,10 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=ROUTING, default=list(ROUTING))
     parser.add_argument("--barriers", action="store_true", help="time barriers and nothing else")
     parser.add_argument("--paged", action="store_true", help="time paged attention and no more")
-    parser.add_argument("--routed", action="store_true", help="time a routed block and no more")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device is visible to torch: run it on a GPU")
     num_processors = torch.cuda.get_device_properties(0).multi_processor_count
-    if args.routed:
-        time_routed()
-        return
     if args.paged:
         time_paged(2176)
         time_paged(2176 // 8)

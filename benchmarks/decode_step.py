@@ -6,9 +6,14 @@ import torch
 from torch import Tensor
 
 from depthmix.infer import Engine, SamplingParams
-from depthmix.infer.runner import Work
+from depthmix.infer.sampling import Wish
 from depthmix.infer.scheduler import Chunk
+from depthmix.infer.steps import Work
+from depthmix.kernels import HAS_TRITON
 from depthmix.nn import Transformer
+
+if HAS_TRITON:
+    from depthmix.infer.fused import FusedRunner
 
 LAP_TOKENS = 256
 
@@ -18,7 +23,6 @@ def prepare_decode(
     batch: int,
     context: int,
     *,
-    compile: bool = False,
     documents: Sequence[Sequence[int]] | None = None,
 ) -> Callable[[], Tensor | None]:
     """Give `batch` rows a prompt of `context` tokens; returns a step of one token a row.
@@ -26,7 +30,7 @@ def prepare_decode(
     Tokens are those of `documents`, or random, because random weights that decode greedily end in
     a loop, where decisions no longer come at the capacity's rate. It may be called without end:
     after a lap the rows are back at their prompts. It returns which routed blocks each row went
-    through, (routed blocks, rows), or None where that is not known or there are none.
+    through, (routed blocks, rows), or None where there are none.
     """
     config = model.config
     lap = min(LAP_TOKENS, config.max_seq_len - context)
@@ -35,13 +39,19 @@ def prepare_decode(
         texts = torch.tensor([document[: context + lap] for document in documents])
     else:
         texts = torch.randint(config.vocab_size, (batch, context + lap))
-    prompts = texts[:, :context].tolist()
-    engine = Engine(model, max_batch=batch, compile=compile)
-    if engine.runner.record:
-        return _prepare_recorded(engine, prompts, texts[:, context + 1 :].T)
+    # alone, or the engine would keep pages for others
+    engine = Engine(model, max_batch=batch)
+    if HAS_TRITON and isinstance(engine.runner, FusedRunner):
+        return prepare_fused(engine, engine.runner, texts, context)
+    return _prepare_engine(engine, texts[:, :context].tolist(), lap)
+
+
+def _prepare_engine(
+    engine: Engine, prompts: Sequence[list[int]], lap: int
+) -> Callable[[], Tensor | None]:
+    """The whole engine, which samples at temperature 1."""
 
     def step() -> Tensor | None:
-        # the whole engine, which samples at temperature 1
         if not engine.has_work:
             for prompt in prompts:
                 engine.add(prompt, SamplingParams(max_tokens=lap, seed=0))
@@ -50,38 +60,50 @@ def prepare_decode(
             ):
                 engine.step()
         paths = [event.path for event in engine.step()]
-        return torch.tensor(paths).T if config.routed_layers else None
+        return torch.tensor(paths).T if engine.config.routed_layers else None
 
     return step
 
 
-def _prepare_recorded(
-    engine: Engine, prompts: list[list[int]], tokens: Tensor
+def prepare_fused(
+    engine: Engine, runner: "FusedRunner", texts: Tensor, context: int
 ) -> Callable[[], Tensor | None]:
-    """The recorded step of all rows; no scheduler, which would let the first rows go ahead."""
-    lap = len(tokens) + 1
-    runner, pages, config = engine.runner, engine.pages, engine.config
-    context = len(prompts[0])
-    for row, prompt in enumerate(prompts):
-        assert pages.reserve(row, context)
-        (done,) = runner.run([Work(Chunk(row, row, 0, context, False), prompt)])
-        pages.settle(row, done.stored)
-        assert pages.reserve(row, lap)
-    runner.run([Work(Chunk(r, r, context, 1, True), [0]) for r in range(len(prompts))])
-    (step,) = runner.steps.values()
-    lengths, inputs = runner.cache.lengths.clone(), step.inputs.clone()
-    tokens = tokens.to(inputs.device)
-    num_routed, number = len(config.routed_layers), 0
+    """The step of all rows as it is recorded; it draws the best tokens, which nobody reads.
+
+    No scheduler, which would let the first rows go ahead, and no host but for what it launches.
+    """
+    pages, num_routed = engine.pages, len(engine.config.routed_layers)
+    batch, lap = texts.shape[0], texts.shape[1] - context
+    for row, text in enumerate(texts.tolist()):
+        for start in range(0, context, engine.scheduler.chunk_tokens):
+            tokens = text[start : min(start + engine.scheduler.chunk_tokens, context)]
+            assert pages.reserve(row, len(tokens)), "a lap does not fit into the cache"
+            chunk = Chunk(row, row, start, len(tokens), False)
+            (outcome,) = runner.launch([Work(chunk, tokens)]).wait()
+            pages.settle(row, outcome.stored)
+        assert pages.reserve(row, lap), "a lap does not fit into the cache"
+    lengths = runner.cache.lengths.clone()
+    params = SamplingParams(temperature=0)
+    works = [
+        Work(Chunk(row, row, context, 1, True), [0], Wish(params, 0, 0, (), None))
+        for row in range(batch)
+    ]
+    runner.launch(works).wait()
+    runner.cache.lengths.copy_(lengths)
+    step = runner.steps[runner._choose_shape(works)]
+    given, position = step.tokens.given[:batch], step.tokens.position[:batch]
+    later = texts[:, context:].T.int().to(given.device)
+    number = 0
 
     def run() -> Tensor | None:
         nonlocal number
-        if number == lap - 1:
+        if number == lap:
             number = 0
             runner.cache.lengths.copy_(lengths)
-            step.inputs.copy_(inputs)
-        step.tokens.copy_(tokens[number])
+        given.copy_(later[number])
+        position.fill_(context + number)
         number += 1
-        outputs = step.run()
-        return outputs.told[1 : 1 + num_routed] if num_routed else None
+        runner._run(step, plain=True, filtered=False)
+        return step.taken[:, :batch] if num_routed else None
 
     return run

@@ -64,10 +64,8 @@ def print_prefill(rows: list[dict]) -> None:
     print("| shape | prompt | model | ms | ratio | FLOPs allow |")
     print("|---|---|---|---|---|---|")
     for row in rows:
-        what = row["what"] + (", compiled" if row["compiled"] else "")
-        cells = [row["shape"], f"{row['num_tokens']:,}", what, f"{row['ms']:.2f}"]
-        key = {"shape": row["shape"], "compiled": row["compiled"]}
-        dense = find_row(rows, **key, what="dense") or row
+        cells = [row["shape"], f"{row['num_tokens']:,}", row["what"], f"{row['ms']:.2f}"]
+        dense = find_row(rows, shape=row["shape"], what="dense") or row
         ratios = [dense["ms"] / row["ms"], dense["flops"] / row["flops"]]
         print_line([*cells, *(f"{ratio:.2f}" for ratio in ratios)])
 

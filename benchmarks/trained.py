@@ -7,8 +7,8 @@ For each run: milliseconds of a training step of its own batch, alone on the dev
 compiled, in bf16 and as a CUDA graph). Then, with its weights, microseconds a token through the
 whole engine at temperature 1 from the beginning of a document, the share of blocks that were run,
 the most bytes of keys and values in use, and Joules a token where the driver tells. On a GPU also
-what the device alone takes for it: its recorded step over the same documents, without drawing and
-without the host.
+what the device alone takes for it: its recorded step over the same documents, which draws the best
+tokens only, without the host.
 """
 
 import argparse

@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +40,32 @@ def test_a_sampler_speaks_text(run: Path) -> None:
     found = {event.request: event.result for event in events if event.result is not None}
     alone = sampler.engine.generate(prompts, GREEDY)
     assert [found[request] for request in sampler.requests] == [r.samples[0] for r in alone]
+
+
+def test_loading_and_compiling_are_timed_apart(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = open_sampler(run, device="cpu")
+    assert sampler.load_seconds > 0
+    heard: list[tuple[object, ...]] = []
+
+    asked: list[int] = []
+
+    def generate(prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        asked.append(params.max_tokens)
+        time.sleep(0.02)
+
+    # there is nothing to compile for a CPU
+    sampler.warm_up([[0]], GREEDY, lambda *done: heard.append(done))
+    assert (sampler.compile_seconds, heard) == (0, [])
+    monkeypatch.setattr(sampler.engine, "generate", generate)
+    weight = SimpleNamespace(device=torch.device("cuda"))
+    model = SimpleNamespace(embedding=SimpleNamespace(weight=weight))
+    monkeypatch.setattr(sampler.engine, "model", model)
+    sampler.warm_up([[0]], GREEDY, lambda *done: heard.append(done))
+    # the requests themselves, begun and no more
+    assert asked == [min(3, GREEDY.max_tokens)]
+    assert sampler.compile_seconds >= 0.02
+    assert heard == [()]
+    assert sampler.tokens_per_second is None
 
 
 def test_who_is_stopped_keeps_what_there_is(run: Path) -> None:

@@ -148,6 +148,7 @@ def show_sample(console: Console, run: Trained, prompt: str, device: str | None)
         console, f"\nA sample of {run.name}, which decides causally now; it has seen little text:\n"
     )
     show = Show(sampler, [prompt], SAMPLING, stream=True, file=console.file)
+    show.warm_up()
     show.run()
     for line in show.summarize():
         _say(console, line)

@@ -7,6 +7,7 @@ samples are shown.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,10 @@ from depthmix.rundir import RunDir
 
 if TYPE_CHECKING:
     import tokenizers
+
+
+# enough for a prompt's step and for those of single tokens
+WARM_TOKENS = 3
 
 
 class Vocabulary(NamedTuple):
@@ -51,6 +56,7 @@ class Sampler:
             decode=self.decode,
             max_batch=max_batch,
         )
+        self.load_seconds = self.compile_seconds = 0.0
         self.requests: list[int] = []
         self._num_later = 0
         self._first = self._last = 0.0
@@ -78,6 +84,26 @@ class Sampler:
         """Text of tokens; an end token inside it is told by its name."""
         return self.vocabulary.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
+    def warm_up(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        progress: Callable[[], object] | None = None,
+    ) -> None:
+        """Compile and record now what these requests would else wait for; a CPU has none of it.
+
+        They are begun and thrown away: the engine's own `warm_up` is for requests of any kind, and
+        takes longer. `progress` is called as it begins. The time is in `compile_seconds`.
+        """
+        if self.engine.model.embedding.weight.device.type != "cuda":
+            return
+        start = time.perf_counter()
+        if progress is not None:
+            progress()
+        few = min(params.max_tokens, WARM_TOKENS)
+        self.engine.generate(prompts, replace(params, max_tokens=few))
+        self.compile_seconds += time.perf_counter() - start
+
     def add(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Put a request in line."""
         request = self.engine.add(prompt, params)
@@ -102,7 +128,10 @@ class Sampler:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Speed since the first tokens were there; None where they were the last, too."""
+        """Speed since the first tokens were there; None where they were the last, too.
+
+        Neither loading nor the prompt is in it, nor compiling after a `warm_up`.
+        """
         seconds = self._last - self._first
         return self._num_later / seconds if self._num_later and seconds else None
 
@@ -119,8 +148,9 @@ def open_sampler(
     """Load a run's model for sampling, on a GPU if there is one.
 
     `checkpoint` is best, newest, a name or a step; empty means the best where there are scores.
-    `tokenizer` is for a run whose data is gone.
+    `tokenizer` is for a run whose data is gone. The sampler knows how long it took.
     """
+    start = time.perf_counter()
     run = RunDir.open(path)
     kind = choose_device(device)
     chosen = find_checkpoint(run, checkpoint)
@@ -129,7 +159,9 @@ def open_sampler(
     if kind == "cuda":
         # as training computes there; routers score in float32 all the same
         model = model.to(torch.bfloat16)
-    return Sampler(model, vocabulary, selector=selector, max_batch=max_batch)
+    sampler = Sampler(model, vocabulary, selector=selector, max_batch=max_batch)
+    sampler.load_seconds = time.perf_counter() - start
+    return sampler
 
 
 def choose_device(wanted: str | None) -> str:

@@ -23,6 +23,9 @@ from depthmix.shades import (
     to_dict,
 )
 
+NO_TIME = 0.1
+"""Seconds that are not worth a word."""
+
 
 class Show:
     """Runs requests of one kind and prints what comes of them."""
@@ -58,6 +61,12 @@ class Show:
         self.done: dict[tuple[int, int], Sample] = {}
         self._num_printed = 0
 
+    def warm_up(self, progress: Callable[[], object] | None = None) -> None:
+        """Compile before anything is timed; prompts that do not fit are refused before that."""
+        for prompt in self.prompts:
+            self.sampler.engine.cancel(self.sampler.engine.add(prompt, self.params))
+        self.sampler.warm_up(self.prompts, self.params, progress)
+
     def run(self, stopped: Callable[[], object] = lambda: False) -> None:
         """Generate and print, until all is done or `stopped` is true."""
         flowing = self.stream and self.num_samples == 1 and not self.as_json
@@ -84,11 +93,17 @@ class Show:
             for place in sorted(self.done):
                 self._print_sample(*place)
 
-    def summarize(self, *, tell_seed: bool = False) -> list[str]:
-        """How it went, in a line, and one more where the model's length was the limit."""
+    def summarize(self, *, tell_seed: bool = False, tell_start: bool = False) -> list[str]:
+        """How it went, in a line, and one more where the model's length was the limit.
+
+        `tell_start` adds what came before the prompts: loading, and compiling if there was any.
+        """
         samples = list(self.done.values())
         engine, params = self.sampler.engine, self.params
         told = summarize(samples, engine.stats(), self.sampler.tokens_per_second)
+        if tell_start:
+            speed, rest = told.split("; ", 1)
+            told = f"{speed}; {self._describe_start()}; {rest}"
         lines = [f"{told}; seed {params.seed}" if tell_seed else told]
         cut = [s for s in samples if s.finish == "length" and len(s.tokens) < params.max_tokens]
         if cut:
@@ -96,6 +111,11 @@ class Show:
             which = "it" if len(samples) == 1 else f"{len(cut)} of {len(samples)}"
             lines.append(f"the model's max_seq_len of {longest} tokens ended {which}")
         return lines
+
+    def _describe_start(self) -> str:
+        told = f"loaded in {self.sampler.load_seconds:.1f} s"
+        seconds = self.sampler.compile_seconds
+        return f"{told}, compiled in {seconds:.1f} s" if seconds > NO_TIME else told
 
     def _flow(self, stopped: Callable[[], object], paths: Sequence[Sequence[bool]]) -> None:
         """One sample while it comes; `paths` are its prompt's."""

@@ -25,8 +25,9 @@ from text_runs import write_text_run
 
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 SUMMARY = re.compile(
-    r"\d+ tokens?(, [\d,.]+ tokens/s)?; [\d.]+% of blocks executed, -?[\d.]+% of the dense FLOPs "
-    r"saved; cache [\d.]+ [KM]iB(; seed \d+)?"
+    r"\d+ tokens?(, [\d,.]+ tokens/s)?; loaded in [\d.]+ s(, compiled in [\d.]+ s)?; "
+    r"[\d.]+% of blocks executed, -?[\d.]+% of the dense FLOPs saved; "
+    r"cache [\d.]+ [KM]iB(; seed \d+)?"
 )
 
 
@@ -110,11 +111,13 @@ def test_several_samples_have_headings(ask: Ask) -> None:
 
 
 def test_json_is_one_object_a_sample(run: Path, ask: Ask) -> None:
-    told = ask("--prompt", "a", "-n", 2, "--max-tokens", 4, "--json", "--logprobs", 2)
+    # the end of a document would be a shorter sample; any seed will do
+    wish = ("--prompt", "a", "-n", 2, "--max-tokens", 4, "--seed", 1, "--ignore-eos")
+    told = ask(*wish, "--json", "--logprobs", 2)
     assert (told.code, told.err) == (0, "")
     found = [json.loads(line) for line in told.out.splitlines()]
     assert [tree["sample"] for tree in found] == [0, 1]
-    decode = load_tokenizer(run.parent / "data").decode
+    decode = partial(load_tokenizer(run.parent / "data").decode, skip_special_tokens=False)
     for tree in found:
         assert tree["prompt"] == "a"
         assert tree["finish"] == "length"
@@ -261,6 +264,44 @@ def test_a_terminal_sees_the_prompt_and_no_commands(
     args = ["--prompt", "a\x1bb", "--max-tokens", "2", "--device", "cpu", "--temperature", "0"]
     assert main(["sample", str(run), *args]) == 0
     assert out.getvalue().startswith("\x1b[1ma␛b\x1b[0m")
+
+
+def test_compiling_is_told_apart(run: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    wish = ("--prompt", "line", "--max-tokens", 4, "--temperature", 0)
+    plain = ask(*wish)
+    assert SUMMARY.fullmatch(plain.err.strip())
+    assert "compiled" not in plain.err
+
+    def pretend(
+        sampler: Sampler, prompts: Any, params: Any, progress: Callable[[], object] | None
+    ) -> None:
+        if progress is not None:
+            progress()
+        sampler.compile_seconds = 8.44
+
+    monkeypatch.setattr(Sampler, "warm_up", pretend)
+    told = ask(*wish)
+    assert told.out == plain.out
+    assert SUMMARY.fullmatch(told.err.strip())
+    assert told.err.startswith("4 tokens, ")
+    assert re.search(r" tokens/s; loaded in [\d.]+ s, compiled in 8\.4 s; ", told.err)
+    # a terminal sees what goes on; the line is gone when text comes
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert main(["sample", str(run), "--device", "cpu", *map(str, wish)]) == 0
+    lines = [line.strip() for line in screen.getvalue().split("\r")]
+    assert lines[1].startswith("compiling")
+    assert (lines[0], lines[2]) == ("", "")
+    assert lines[3].startswith("4 tokens, ")
+
+
+def test_what_does_not_fit_is_refused_before_compiling(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sampler, "warm_up", lambda *_: pytest.fail("it compiled first"))
+    told = ask("--prompt", "word " * 50)
+    assert told.code == 2
+    assert "the model's max_seq_len is 32" in told.err
 
 
 def test_the_models_length_is_told(ask: Ask) -> None:

@@ -169,12 +169,13 @@ def test_a_layer_that_was_not_called_stored_nothing() -> None:
 def test_tables_follow_the_books() -> None:
     cache = make_cache()
     cache.follow([])
-    cache.follow([Change(layer=1, row=2, index=0, page=7), Change(3, 0, 4, 9)])
+    cache.follow([Change(layer=1, row=2, index=0, pages=[7, 5]), Change(3, 0, 4, [9])])
     assert cache.tables[1, 2, 0] == 7
     assert cache.tables[3, 0, 4] == 9
-    assert int(cache.tables.count_nonzero()) == 2
-    cache.follow([Change(1, 2, 0, 5)])
-    assert cache.tables[1, 2, 0] == 5
+    assert cache.tables[1, 2, 1] == 5
+    assert int(cache.tables.count_nonzero()) == 3
+    cache.follow([Change(1, 2, 0, [5]), Change(1, 2, 0, [5, 6])])
+    assert cache.tables[1, 2, :2].tolist() == [5, 6]
 
 
 def test_lengths_follow_the_books() -> None:

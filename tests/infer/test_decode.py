@@ -4,10 +4,9 @@ from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
 
 from depthmix.infer.cache import PagedCache
-from depthmix.infer.decode import DecodeStep, Outputs, SingleStep
+from depthmix.infer.decode import DecodeStep, Outputs
 from depthmix.infer.pages import Pages
 from depthmix.nn import Output, Transformer
 from variants import make_model, make_tokens
@@ -132,31 +131,3 @@ def test_no_gradients_are_kept() -> None:
     batch = Batch("dense", None)
     batch.step.model = make_model("dense")
     assert not batch.run([(0, 0)]).logits.requires_grad
-
-
-class CountingKernel:
-    """In place of the kernel: notes what it is given, and the next token is one more."""
-
-    def __init__(self) -> None:
-        self.told = torch.tensor([0, 1, 0])
-        self.given: list[tuple[int, int, list[list[int]], list[int]]] = []
-
-    def __call__(self, token: Tensor, position: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
-        self.given.append((int(token), int(position), table.tolist(), lengths.tolist()))
-        for value in (token, position):
-            value += 1
-        self.told[0] = token[0]
-        return torch.zeros(64)
-
-
-def test_a_single_step_asks_its_kernel_for_its_row() -> None:
-    batch, kernel = Batch("mod", "predictor"), CountingKernel()
-    batch.cache.lengths[:, ROWS[2]] = torch.tensor([1, 2, 3, 4])
-    step = SingleStep(batch.model, batch.cache, kernel, ROWS[2])
-    step.send([7], [30], [ROWS[2]])
-    for number in range(2):
-        outputs = step.run()
-        assert outputs.logits.shape == (1, 64)
-        assert outputs.told.tolist() == [[8 + number], [1], [0]]
-    table = batch.cache.tables[:, ROWS[2]].tolist()
-    assert kernel.given == [(7 + n, 30 + n, table, [1, 2, 3, 4]) for n in range(2)]

@@ -1,15 +1,20 @@
 import math
+import random
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from depthmix.infer import Engine, Event, Sample, SamplingParams
-from depthmix.infer.runner import Done, Work
+from depthmix.infer.engine import count_pages
+from depthmix.infer.runner import Done, Runner
+from depthmix.infer.steps import Work
 from depthmix.nn import Transformer
 from depthmix.nn.transformer import choose_selector
 from variants import make_config, make_model, make_tokens
@@ -33,10 +38,15 @@ def spell(tokens: list[int]) -> str:
     return "".join(LETTERS[token] for token in tokens)
 
 
-def generate_one(engine: Engine, prompt: Sequence[int] = PROMPT, **params: Any) -> Sample:
+def generate_one(engine: Engine, prompt: Any = PROMPT, **params: Any) -> Sample:
     [result] = engine.generate([prompt], SamplingParams(**params))
     [sample] = result.samples
     return sample
+
+
+def get_runner(engine: Engine) -> Runner:
+    assert isinstance(engine.runner, Runner)
+    return engine.runner
 
 
 def run_to_end(engine: Engine) -> list[Event]:
@@ -401,7 +411,7 @@ def test_an_error_in_the_middle_leaves_nothing(
     prompts = [make_tokens(engine.config, n, seed=n).tolist() for n in (9, 3, 6)]
     params = SamplingParams(max_tokens=6, temperature=0, logprobs=0)
     expected = engine.generate(prompts, params)
-    run, num_calls = engine.runner.run, 0
+    run, num_calls = get_runner(engine).run, 0
 
     def fail(works: Sequence[Work]) -> list[Done]:
         nonlocal num_calls
@@ -515,7 +525,7 @@ def test_invariant_computes_each_request_apart(
     invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(get_model(), invariant=invariant)
-    run: Callable[..., list[Done]] = engine.runner.run
+    run: Callable[..., list[Done]] = get_runner(engine).run
     sizes = []
 
     def watch(works: Sequence[Work]) -> list[Done]:
@@ -525,3 +535,160 @@ def test_invariant_computes_each_request_apart(
     monkeypatch.setattr(engine.runner, "run", watch)
     engine.generate([PROMPT, [1], [2]], SamplingParams(max_tokens=3))
     assert sizes == ([1] * 9 if invariant else [3] * 3)
+
+
+def test_a_text_that_cannot_be_decoded_fails_alone() -> None:
+    """Whatever `decode` raises, and however often: the others go on, and nothing is held."""
+
+    def spell_most(tokens: list[int]) -> str:
+        if len(tokens) > 2 and tokens[0] == marked:
+            raise MemoryError("no room for text")
+        return spell(tokens)
+
+    marked = -1
+    engine = Engine(get_model(), decode=spell_most, max_batch=3)
+    wishes = [SamplingParams(max_tokens=8, seed=seed) for seed in range(3)]
+    expected = engine.generate([PROMPT] * 3, wishes)
+    marked = expected[1].samples[0].tokens[0]
+    assert all(r.samples[0].tokens[0] != marked for r in (expected[0], expected[2]))
+    for wish in wishes:
+        engine.add(PROMPT, wish)
+    found = {e.request: e.result for e in run_to_end(engine) if e.result is not None}
+    good, failed, other = (found[number] for number in sorted(found))
+    assert failed.finish == "failed"
+    assert isinstance(failed.error, MemoryError)
+    assert failed.tokens == expected[1].samples[0].tokens[:3]
+    assert (good, other) == (expected[0].samples[0], expected[2].samples[0])
+    assert_empty(engine)
+    with pytest.raises(MemoryError, match="no room for text"):
+        engine.generate([PROMPT] * 3, wishes)
+    assert_empty(engine)
+
+
+def test_a_draw_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(get_model(), max_batch=2)
+    wishes = [SamplingParams(max_tokens=6, seed=seed) for seed in range(2)]
+    expected = engine.generate([PROMPT, [7]], wishes)
+    draw, num_calls = get_runner(engine).drawer.draw, 0
+
+    def fail_sometimes(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls % 2:
+            raise MemoryError("no room to draw")
+        return draw(*args)
+
+    monkeypatch.setattr(get_runner(engine).drawer, "draw", fail_sometimes)
+    for prompt, wish in zip((PROMPT, [7]), wishes, strict=True):
+        engine.add(prompt, wish)
+    found, num_failures = {}, 0
+    for _ in range(100):
+        if not engine.has_work:
+            break
+        try:
+            events = engine.step()
+        except MemoryError:
+            num_failures += 1
+            continue
+        found |= {event.request: event.result for event in events if event.result is not None}
+    assert num_failures >= 6
+    assert [r.tokens for r in found.values()] == [r.samples[0].tokens for r in expected]
+    assert_empty(engine)
+
+
+def test_requests_come_and_go_from_other_threads() -> None:
+    engine = Engine(get_model(), max_batch=4, page_size=2, cache_tokens=64)
+    ends: dict[int, Sample] = {}
+    added: list[int] = []
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def come_and_go(seed: int) -> None:
+        pick = random.Random(seed)
+        try:
+            for _ in range(40):
+                params = SamplingParams(max_tokens=pick.randint(1, 12), seed=1)
+                request = engine.add([pick.randrange(64)] * pick.randint(1, 9), params)
+                added.append(request)
+                if pick.random() < 0.4:
+                    for event in engine.cancel(request):
+                        assert event.result is not None
+                        ends[event.request] = event.result
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=come_and_go, args=(seed,)) for seed in range(3)]
+
+    def drive() -> None:
+        try:
+            while engine.has_work or not done.is_set():
+                for event in engine.step():
+                    if event.result is not None:
+                        ends[event.request] = event.result
+        except BaseException as error:
+            errors.append(error)
+
+    driver = threading.Thread(target=drive)
+    for thread in (*threads, driver):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    driver.join(timeout=120)
+    assert not driver.is_alive()
+    assert errors == []
+    assert sorted(ends) == sorted(added)
+    assert_empty(engine)
+
+
+def test_two_threads_cannot_step() -> None:
+    engine = Engine(get_model())
+    refused: list[str] = []
+
+    def decode(tokens: list[int]) -> str:
+        try:
+            engine.step()
+        except RuntimeError as error:
+            refused.append(str(error))
+        return ""
+
+    engine.decode = decode
+    generate_one(engine, max_tokens=1)
+    assert len(refused) == 1
+    assert "another thread is stepping this engine" in refused[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ("abc", "a prompt is a list of token ids, not text: encode it first"),
+        ([1, 2.0], "a prompt is a list of token ids, and 2.0 is not one"),
+        ([1, True], "a prompt is a list of token ids, and True is not one"),
+        ([1, None], "a prompt is a list of token ids, and None is not one"),
+        ([[1, 2]], r"a prompt is a list of token ids, and \[1, 2\] is not one"),
+        (torch.tensor([1.0]), "a prompt is a list of token ids, and 1.0 is not one"),
+    ],
+)
+def test_a_prompt_of_anything_but_ids_is_refused(prompt: Any, sentence: str) -> None:
+    engine = Engine(get_model())
+    with pytest.raises(ValueError, match=sentence):
+        engine.add(prompt)
+    assert_empty(engine)
+
+
+def test_ids_may_come_as_other_whole_numbers() -> None:
+    engine = Engine(get_model())
+    expected = generate_one(engine, PROMPT, max_tokens=4, seed=1)
+    prompts: list[Any] = [torch.tensor(PROMPT), np.array(PROMPT), tuple(PROMPT)]
+    for prompt in prompts:
+        assert generate_one(engine, prompt, max_tokens=4, seed=1).tokens == expected.tokens
+
+
+def test_the_default_cache_is_sized_by_capacity() -> None:
+    config = make_config("mod", max_seq_len=1024, **{"routing.capacity": 0.125})
+    dense = count_pages(config, "all", 64, 16)
+    assert dense == 64 * 64 * config.num_layers
+    # half of the blocks keep an eighth, with a margin
+    assert count_pages(config, "predictor", 64, 16) < 0.65 * dense
+    # one sequence always has room
+    assert count_pages(config, "predictor", 1, 16) == 64 * config.num_layers

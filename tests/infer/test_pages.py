@@ -76,12 +76,9 @@ class PagesMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        changes = self.pages.drain_changes()
-        places = [(change.row, change.layer, change.index) for change in changes]
-        assert len(set(places)) == len(places)
-        for place, change in zip(places, changes, strict=True):
-            assert self.device.get(place) != change.page
-            self.device[place] = change.page
+        for change in self.pages.drain_changes():
+            for index, page in enumerate(change.pages, change.index):
+                self.device[change.row, change.layer, index] = page
         for row, tables in enumerate(self.pages.tables):
             for layer, table in enumerate(tables):
                 assert table == [self.device[row, layer, index] for index in range(len(table))]
@@ -110,6 +107,116 @@ class PagesMachine(RuleBasedStateMachine):
         owned = {page for table in pages.tables[0] for page in table}
         assert len(owned) == pages.num_pages - pages.num_pages % pages.num_layers
 
+
+class PromisesMachine(RuleBasedStateMachine):
+    """Steps of several rows that are under way, and are settled or taken back later."""
+
+    pages: Pages
+
+    @initialize(
+        num_pages=st.integers(1, 40),
+        page_size=st.integers(1, 5),
+        num_layers=st.integers(1, 3),
+        num_rows=st.integers(1, 3),
+        ahead=st.sampled_from([0, 0, 1, 6]),
+    )
+    def begin(
+        self, num_pages: int, page_size: int, num_layers: int, num_rows: int, ahead: int
+    ) -> None:
+        self.pages = Pages(num_pages, page_size, num_layers, num_rows, ahead)
+        self.lengths = [[0] * num_layers for _ in range(num_rows)]
+        # tokens of the steps of each row, the oldest first
+        self.flights: list[list[int]] = [[] for _ in range(num_rows)]
+        self.device: dict[tuple[int, int, int], int] = {}
+
+    def draw_row(self, data: st.DataObject) -> int:
+        return data.draw(st.integers(0, self.pages.num_rows - 1))
+
+    @rule(data=st.data(), num_tokens=st.integers(1, 12), starts=st.booleans())
+    def start(self, data: st.DataObject, num_tokens: int, starts: bool) -> None:
+        pages, row = self.pages, self.draw_row(data)
+        behind = sum(self.flights[row]) + num_tokens
+        missing = sum(
+            max(0, -(-(length + behind) // pages.page_size) - len(table))
+            for table, length in zip(pages.tables[row], self.lengths[row], strict=True)
+        )
+        num_free = pages.num_free
+        assert pages.count_missing(row, num_tokens) == missing
+        assert pages.reserve(row, num_tokens) == (missing <= num_free)
+        if missing > num_free:
+            assert pages.num_free == num_free
+            return
+        # more only where there is some ahead
+        assert pages.num_free == num_free - missing or pages.ahead
+        for table, length in zip(pages.tables[row], self.lengths[row], strict=True):
+            assert len(table) * pages.page_size >= length + behind
+        if starts:
+            pages.promise(row, num_tokens)
+            self.flights[row].append(num_tokens)
+
+    @rule(data=st.data(), seed=st.integers(0, 2**32))
+    def settle(self, data: st.DataObject, seed: int) -> None:
+        """The oldest step of a row is done."""
+        pages, row = self.pages, self.draw_row(data)
+        if not self.flights[row]:
+            return
+        num_tokens, pick = self.flights[row].pop(0), random.Random(seed)
+        stored = [pick.randint(0, num_tokens) for _ in range(pages.num_layers)]
+        pages.settle(row, stored, num_tokens)
+        left = sum(self.flights[row])
+        for layer, count in enumerate(stored):
+            self.lengths[row][layer] += count
+            # nothing is kept that no step may fill
+            most = self.lengths[row][layer] + left + pages.ahead
+            assert len(pages.tables[row][layer]) <= -(-most // pages.page_size)
+
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        """The newest step of a row came to nothing."""
+        row = self.draw_row(data)
+        if self.flights[row]:
+            self.pages.withdraw(row, self.flights[row].pop())
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        row = self.draw_row(data)
+        self.pages.release(row)
+        self.lengths[row], self.flights[row] = [0] * self.pages.num_layers, []
+        assert not any(self.pages.tables[row])
+
+    @rule()
+    def drain(self) -> None:
+        for change in self.pages.drain_changes():
+            for index, page in enumerate(change.pages, change.index):
+                self.device[change.row, change.layer, index] = page
+        for row, tables in enumerate(self.pages.tables):
+            for layer, table in enumerate(tables):
+                assert table == [self.device[row, layer, index] for index in range(len(table))]
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "device"))
+    def books_balance(self) -> None:
+        pages = self.pages
+        owned = [page for row in pages.tables for table in row for page in table]
+        assert len(set(owned)) == len(owned)
+        assert pages.num_free == pages.num_pages - len(owned) >= 0
+        assert pages.lengths == self.lengths
+        assert pages.promised == [sum(flights) for flights in self.flights]
+        for tables, lengths, left in zip(pages.tables, self.lengths, pages.promised, strict=True):
+            for table, length in zip(tables, lengths, strict=True):
+                # whatever the steps under way store, there is room for it
+                assert len(table) * pages.page_size >= length + left
+
+    def teardown(self) -> None:
+        if hasattr(self, "device"):
+            for row in range(self.pages.num_rows):
+                self.pages.release(row)
+            assert self.pages.num_free == self.pages.num_pages
+            assert self.pages.promised == [0] * self.pages.num_rows
+
+
+TestPromisesMachine = PromisesMachine.TestCase
+TestPromisesMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 TestPagesMachine = PagesMachine.TestCase
 TestPagesMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
@@ -140,58 +247,53 @@ def test_rows_that_decode_together_get_pages_that_follow_each_other() -> None:
             assert table == list(range(table[0], table[0] + 5))
 
 
-def test_a_page_that_comes_back_to_its_place_is_no_change() -> None:
-    pages = Pages(num_pages=4, page_size=2, num_layers=2, num_rows=1)
-    assert pages.reserve(0, 1)
+def test_a_table_that_changes_twice_is_told_as_it_is_now() -> None:
+    pages = Pages(num_pages=4, page_size=1, num_layers=1, num_rows=2)
+    assert pages.reserve(0, 2)
     first = pages.drain_changes()
-    assert first == [Change(0, 0, 0, pages.tables[0][0][0]), Change(1, 0, 0, pages.tables[0][1][0])]
-    # the second layer did not store its token, step after step
-    for _ in range(2):
-        pages.settle(0, [0, 0])
-        assert pages.num_used == 0
-        assert pages.reserve(0, 1)
-        assert pages.drain_changes() == []
-
-
-def test_a_page_that_made_way_and_came_back_is_no_change() -> None:
-    pages = Pages(num_pages=4, page_size=1, num_layers=2, num_rows=2)
-    assert pages.reserve(0, 2)
-    device = {change[:3]: change.page for change in pages.drain_changes()}
-    for num_tokens in (1, 2):
-        pages.release(0)
-        assert pages.reserve(0, num_tokens)
-    for change in pages.drain_changes():
-        assert device[change[:3]] != change.page
-        device[change[:3]] = change.page
-    tables = pages.tables[0]
-    assert [[device[layer, 0, i] for i in range(2)] for layer in range(2)] == tables
-
-
-def test_a_place_that_changes_twice_is_reported_once() -> None:
-    pages = Pages(num_pages=2, page_size=1, num_layers=1, num_rows=2)
-    assert pages.reserve(0, 2)
+    assert first == [Change(0, 0, 0, pages.tables[0][0])]
+    assert pages.reserve(0, 3)
     pages.release(0)
-    assert pages.reserve(1, 1)
+    assert pages.reserve(1, 2)
     assert pages.reserve(0, 1)
-    changes = {change[:3]: change.page for change in pages.drain_changes()}
-    assert changes[0, 0, 0] == pages.tables[0][0][0]
-    assert changes[0, 1, 0] == pages.tables[1][0][0]
+    for change in pages.drain_changes():
+        assert change.pages == pages.tables[change.row][change.layer][change.index :]
+    assert pages.drain_changes() == []
 
 
-def test_a_page_that_comes_back_after_another_is_a_change() -> None:
-    pages = Pages(num_pages=4, page_size=1, num_layers=1, num_rows=4)
-    seen: list[int] = []
-    device: dict[int, int] = {}
-    for blocked in (False, True, False):
-        # row 1 begins with the page that would be row 0's second
-        assert not blocked or pages.reserve(1, 1)
-        assert pages.reserve(0, 2)
-        device |= {change.index: change.page for change in pages.drain_changes() if not change.row}
-        assert [device[0], device[1]] == pages.tables[0][0]
-        seen.append(device[1])
-        pages.release(0)
-        pages.release(1)
-    assert seen[0] == seen[2] != seen[1]
+def test_tokens_under_way_keep_their_pages() -> None:
+    pages = Pages(num_pages=12, page_size=4, num_layers=2, num_rows=1)
+    assert pages.reserve(0, 4)
+    pages.promise(0, 4)
+    # the next step's token is counted behind those four
+    assert pages.count_missing(0, 1) == 2
+    assert pages.reserve(0, 1)
+    pages.promise(0, 1)
+    pages.settle(0, [4, 1], promised=4)
+    # the first layer may store a fifth token; in the second there is room for it
+    assert [len(table) for table in pages.tables[0]] == [2, 1]
+    assert pages.lengths[0] == [4, 1]
+    pages.settle(0, [0, 1], promised=1)
+    assert [len(table) for table in pages.tables[0]] == [1, 1]
+    assert pages.promised == [0]
+
+
+def test_a_step_that_came_to_nothing_is_taken_back() -> None:
+    pages = Pages(num_pages=12, page_size=4, num_layers=2, num_rows=1)
+    assert pages.reserve(0, 5)
+    pages.promise(0, 5)
+    pages.withdraw(0, 5)
+    assert pages.promised == [0]
+    assert pages.count_missing(0, 5) == 0
+    pages.settle(0, [0, 0])
+    assert pages.num_used == 0
+
+
+def test_more_cannot_be_promised_than_was_reserved() -> None:
+    pages = Pages(num_pages=12, page_size=4, num_layers=2, num_rows=1)
+    assert pages.reserve(0, 4)
+    with pytest.raises(AssertionError, match="without a reservation"):
+        pages.promise(0, 5)
 
 
 def test_free_pages_are_listed_once_however_often_they_come_back() -> None:

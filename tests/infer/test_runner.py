@@ -29,7 +29,7 @@ class Rows:
         self.model, self.selector = get_model(name), selector
         config = self.model.config
         self.pages = Pages(200 * config.num_layers, 3, config.num_layers, len(lengths))
-        self.runner = Runner(self.model, self.pages, selector, record=record, compile=False)
+        self.runner = Runner(self.model, self.pages, selector, record=record)
         self.tokens = [make_tokens(config, n, seed=row) for row, n in enumerate(lengths)]
         self.done = [0] * len(lengths)
 
@@ -138,7 +138,5 @@ def test_no_gradients_are_kept() -> None:
 def test_the_cache_has_the_models_type() -> None:
     for dtype in (torch.float32, torch.float64):
         model = make_model("dense", dtype=dtype)
-        runner = Runner(
-            model, Pages(8, 4, model.config.num_layers, 1), None, record=False, compile=False
-        )
+        runner = Runner(model, Pages(8, 4, model.config.num_layers, 1), None, record=False)
         assert runner.cache.key.dtype == runner.cache.value.dtype == dtype

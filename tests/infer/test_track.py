@@ -92,8 +92,7 @@ def test_as_many_alternatives_as_were_asked_for(wish: int) -> None:
     """The batch may have asked for more."""
     track = make_track(logprobs=wish)
     for token, logprob in ((2, -1.0), (3, -2.0)):
-        track.take_alternatives([token, 6, 7], [logprob, -5.0, -6.0])
-        track.take(token, logprob)
+        track.take(token, logprob, ([token, 6, 7], [logprob, -5.0, -6.0]))
     _, sample = track.end("cancelled")
     assert sample.logprobs == (-1.0, -2.0)
     places = [

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthmix.infer import Engine, Event, Sample, SamplingParams
-from depthmix.infer.runner import Done, Work
+from depthmix.infer.runner import Done, Runner
 from depthmix.infer.scheduler import Chunk
+from depthmix.infer.steps import Work
 from depthmix.nn import Cache, Output, Transformer
 from depthmix.nn.depth import MixtureOfDepths
 from variants import causal_cases, make_config, make_model, make_tokens
@@ -72,6 +73,7 @@ class Watcher:
         self.logits: dict[int, list[Tensor]] = defaultdict(list)
         self.lengths: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
         self.engine = engine
+        assert isinstance(engine.runner, Runner)
         run, settle = engine.runner.run, engine.scheduler.settle
         pages = engine.pages
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from depthmix.kernels.paged import attend_pages, store_prompt
+from depthmix.kernels.paged import attend_pages
 
 kernels = pytest.importorskip("depthmix.kernels.paged_triton")
 
@@ -68,26 +68,3 @@ def test_pages_may_lie_in_any_order_in_memory() -> None:
         inputs[index] = inputs[index].transpose(0, 1).contiguous().transpose(0, 1)
     found = kernels.attend_pages(*inputs)
     torch.testing.assert_close(found.cpu(), truth, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(("groups", "width"), [(2, 16), (3, 24)])
-@pytest.mark.parametrize("count", [0, 1, 4, 7])
-def test_a_prompt_is_stored_as_the_truth_does(groups: int, width: int, count: int) -> None:
-    torch.manual_seed(0)
-    num_tokens, page_size, most = 7, 3, 4
-    # parts of a wider row, as projections give them
-    keys, values = torch.randn(2, num_tokens, 2 * groups, width)[:, :, :groups]
-    table = torch.randperm(2 * most).view(2, most).int()
-    row, valid = torch.tensor([1]), torch.arange(num_tokens) < count
-    shape = (groups, 2 * most, page_size, width)
-    truth = [torch.full(shape, torch.nan) for _ in range(2)]
-    found = [t.to(DEVICE).transpose(0, 1).contiguous().transpose(0, 1) for t in truth]
-    store_prompt(keys, values, valid, row, truth[0], truth[1], table)
-    given = [t.to(DEVICE) for t in (keys, values, valid, row)]
-    kernels.store_prompt(*given, *found, table.to(DEVICE))
-    for ours, theirs, new in zip(found, truth, (keys, values), strict=True):
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
-        for slot in range(num_tokens):
-            stored = theirs[:, table[1, slot // page_size], slot % page_size]
-            assert torch.equal(stored, new[slot]) == (slot < count)
-        assert int((~theirs.isnan()).sum()) == count * groups * width

@@ -2,6 +2,8 @@
 
 import random
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +12,7 @@ import typer
 from depthmix.cli.arguments import PlainCommand, app, check_device
 
 MAX_BATCH = 8
+LINE_WIDTH = 79
 
 
 @app.command(cls=PlainCommand)
@@ -92,7 +95,8 @@ def sample(
 ) -> None:
     """Write text with a trained model.
 
-    A line at the end tells the speed and what depth saved. Ctrl-C keeps what was made so far.
+    A line at the end tells the speed, the time to load and compile, and what depth saved. Ctrl-C
+    keeps what was made so far.
 
     \b
     For example:
@@ -136,11 +140,15 @@ def sample(
     if stream is None:
         stream = sys.stdout.isatty() and n * len(texts) == 1
     show = Show(sampler, texts, params, stream=stream, color=color, echo=echo, as_json=as_json)
+    # outside of Interrupt: who loses patience here has no text yet to keep
+    with show_line("compiling kernels (once: they are kept for the next time)") as progress:
+        show.warm_up(progress)
     with Interrupt() as interrupt:
         show.run(lambda: interrupt.signal)
     if not as_json:
         # on stderr, so that stdout has the text alone
-        for line in show.summarize(tell_seed=seed is None and temperature > 0):
+        tell_seed = seed is None and temperature > 0
+        for line in show.summarize(tell_seed=tell_seed, tell_start=True):
             print(line, file=sys.stderr)
     if interrupt.signal is not None:
         raise typer.Exit(128 + interrupt.signal)
@@ -156,3 +164,27 @@ def read_prompts(prompts: list[str] | None, file: str | None) -> list[str]:
         except UnicodeDecodeError as error:
             raise ValueError(f"--file {file} is not text in UTF-8: {error.reason}") from error
     return texts or [""]
+
+
+@contextmanager
+def show_line(what: str) -> Iterator[Callable[[], object] | None]:
+    """Gives a function that writes a line to stderr, if that is a terminal; gone afterwards."""
+    screen = sys.stderr
+    if not screen.isatty():
+        yield None
+        return
+
+    written = False
+
+    def write() -> None:
+        nonlocal written
+        written = True
+        screen.write(f"\r{what[:LINE_WIDTH]:<{LINE_WIDTH}}")
+        screen.flush()
+
+    try:
+        yield write
+    finally:
+        if written:
+            screen.write(f"\r{'':<{LINE_WIDTH}}\r")
+            screen.flush()

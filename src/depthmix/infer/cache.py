@@ -7,12 +7,14 @@ routed tokens only. Owns the tensors; who gets which page is `pages`' business.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from depthmix.config import ModelConfig
+from depthmix.infer.depth import Usage
 from depthmix.infer.pages import Change, Pages
 from depthmix.nn.attention import Place, attend
 
@@ -35,16 +37,48 @@ class LayerUse(NamedTuple):
     """(query, key) pairs that attention looked at."""
 
 
+def _list_run(pages: list[int]) -> np.ndarray:
+    """Pages of a table, most often neighbours."""
+    first, stop = pages[0], pages[0] + len(pages)
+    return np.arange(first, stop) if pages == list(range(first, stop)) else np.array(pages)
+
+
+def add_uses(
+    uses: Sequence[LayerUse],
+    routed_layers: Iterable[int],
+    expert_layers: Iterable[int] = (),
+    num_expert_pairs: int = 0,
+) -> Usage:
+    """One span's use over all layers."""
+    routed = [uses[layer] for layer in routed_layers]
+    return Usage(
+        num_visits=sum(use.num_queries for use in uses),
+        num_routed_visits=sum(use.num_queries for use in routed),
+        num_expert_visits=sum(uses[layer].num_queries for layer in expert_layers),
+        num_stored=sum(use.num_stored for use in uses),
+        num_routed_stored=sum(use.num_stored for use in routed),
+        num_pairs=sum(use.num_pairs for use in uses),
+        num_expert_pairs=num_expert_pairs,
+    )
+
+
 class PagedCache:
     """The pages of all rows and layers, and their tables, on the model's device."""
 
     def __init__(
-        self, config: ModelConfig, pages: Pages, *, device: torch.device, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        pages: Pages,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        by_page: bool | None = None,
     ) -> None:
+        """`by_page` keeps all heads of a page beside each other, as kernels want it on a GPU."""
         self.pages = pages
         self.num_layers = config.num_layers
         num_heads, head_width = config.shape.num_kv_heads, config.shape.head_width
-        if device.type == "cpu":
+        if not (device.type != "cpu" if by_page is None else by_page):
             # a head's pages beside each other: gathering them gives attention its own layout
             shape = (num_heads, pages.num_pages, pages.page_size, head_width)
             self.key, self.value = (torch.zeros(shape, dtype=dtype) for _ in range(2))
@@ -67,8 +101,30 @@ class PagedCache:
     def follow(self, changes: Sequence[Change]) -> None:
         """Bring the device's tables up to date."""
         if changes:
-            layer, row, index, page = torch.tensor(changes).T.to(self.tables.device)
-            self.tables[layer, row, index] = page.int()
+            _, num_rows, most = self.tables.shape
+            starts = [(c.layer * num_rows + c.row) * most + c.index for c in changes]
+            counts = np.array([len(c.pages) for c in changes])
+            # each run counts up from its start
+            first = np.repeat(starts - (counts.cumsum() - counts), counts)
+            places = first + np.arange(len(first))
+            pages = np.concatenate([_list_run(c.pages) for c in changes])
+            new = torch.from_numpy(np.stack([places, pages]))
+            if self.tables.is_cuda:
+                # from pinned memory the host need not wait
+                new = new.pin_memory().to(self.tables.device, non_blocking=True)
+            # a place that is named twice gets the same page twice
+            self.tables.view(-1).index_copy_(0, new[0], new[1].int())
+
+    def send_tables(self) -> None:
+        """Bring all of the device's tables up to date, whatever it was told."""
+        self.pages.drain_changes()
+        changes = [
+            Change(layer, row, 0, table)
+            for row, tables in enumerate(self.pages.tables)
+            for layer, table in enumerate(tables)
+            if table
+        ]
+        self.follow(changes)
 
     def send_lengths(self) -> None:
         """Bring the device's lengths up to date with the books."""

@@ -6,22 +6,17 @@ is how it is tested. Knows nothing of requests or of sampling, beyond the best t
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from depthmix.infer.cache import PagedCache
-from depthmix.infer.compiling import compiled_layers
 from depthmix.kernels import attend_pages
 from depthmix.kernels.recording import record_graph
 from depthmix.nn import Transformer
 from depthmix.nn.attention import Place
-from depthmix.nn.block import Update
-from depthmix.nn.routing import Routing
 from depthmix.nn.transformer import Hidden
 
 
@@ -33,36 +28,6 @@ class Outputs(NamedTuple):
     """For the host, in one piece: the best token, then for each routed block who went through it,
     under decoupled routing then who was stored, and last for each block with experts how many of
     them computed a token."""
-
-
-@runtime_checkable
-class SingleKernel(Protocol):
-    """`kernels.decode.DecodeStep`, which needs Triton."""
-
-    told: Int[Tensor, " lines"]
-
-    def __call__(
-        self, token: Tensor, position: Tensor, table: Tensor, lengths: Tensor
-    ) -> Float[Tensor, " V"]: ...
-
-
-@runtime_checkable
-class RoutedKernel(Protocol):
-    """`kernels.routed.RoutedRows`, which needs Triton."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        layer: int,
-        phase: Tensor,
-        position: Tensor,
-        cache_row: Tensor,
-        previous: Tensor | None,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        table: Tensor,
-        lengths: Tensor,
-    ) -> Int[Tensor, " B"]: ...
 
 
 class StaticLayer:
@@ -112,13 +77,8 @@ class DecodeStep:
         cache: PagedCache,
         selector: str | None,
         batch: int,
-        *,
-        compile: bool = False,
-        routed: RoutedKernel | None = None,
     ) -> None:
-        """`compile` compiles the layers; `routed` takes the place of those that route."""
         self.model, self.selector, self.cache, self.batch = model, selector, cache, batch
-        self.routed = routed
         device = cache.tables.device
         self.inputs = torch.zeros((4, batch), device=device, dtype=torch.long)
         """Tokens, their positions, their rows in the cache, and a number for each that is real."""
@@ -126,7 +86,6 @@ class DecodeStep:
         self.tokens, self.positions, self.rows, self.present = self.inputs
         self.layers = [StaticLayer(cache, i, self.rows) for i in range(cache.num_layers)]
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.compile = compile
         self.outputs: Outputs | None = None
 
     def advance(
@@ -149,8 +108,7 @@ class DecodeStep:
     def run(self) -> Outputs:
         """One step; on a GPU the results are there when the device gets to them."""
         if not self.inputs.is_cuda:
-            with self._compiled():
-                return self._step()
+            return self._step()
         if self.graph is None:
             self._record()
         assert self.graph is not None
@@ -159,8 +117,6 @@ class DecodeStep:
         return self.outputs
 
     def _step(self) -> Outputs:
-        if self.routed is not None:
-            self.homes = torch.where(self.present >= 0, self.rows, -1)
         hidden = self.model.compute_hidden(
             self.tokens[None],
             selector=self.selector,
@@ -200,63 +156,4 @@ class DecodeStep:
             self.inputs.copy_(inputs)
             self.cache.lengths.copy_(lengths)
 
-        with self._compiled():
-            self.graph, self.outputs = record_graph(self._step, restore)
-
-    def _run_routed(
-        self,
-        index: int,
-        x: Float[Tensor, "1 B D"],
-        place: Place,
-        *,
-        selector: str | None = None,
-        previous: Routing | None = None,
-        cache: StaticLayer,
-    ) -> tuple[Float[Tensor, "1 B D"], Routing, Update]:
-        """What the layer would return, as far as anybody asks for it here."""
-        assert self.routed is not None
-        exits = self.model.config.routing.strategy == "early_exit" and previous is not None
-        slot_B = self.routed(
-            x[0],
-            index,
-            place.phase[0],
-            self.positions,
-            self.homes,
-            previous.slot[0] if exits else None,
-            cache.key,
-            cache.value,
-            cache.table,
-            cache.lengths,
-        )
-        none_K = x[:, :0, 0]
-        routing = Routing(
-            index=slot_B[None, :0],
-            weight=none_K,
-            valid=none_K.bool(),
-            logits=x[:, :, 0],
-            predictor_logits=None,
-            slot=slot_B[None],
-            target=None,
-            present=place.valid,
-        )
-        return x, routing, Update(x[:, :0], None)
-
-    def _compiled(self) -> AbstractContextManager[None]:
-        routed = self.model.config.routed_layers if self.routed is not None else ()
-        replaced = {index: partial(self._run_routed, index) for index in routed}
-        return compiled_layers(self.model, compile=self.compile, replaced=replaced)
-
-
-class SingleStep(DecodeStep):
-    """The same for one row of the cache, by one kernel that does it all."""
-
-    def __init__(
-        self, model: Transformer, cache: PagedCache, kernel: SingleKernel, row: int
-    ) -> None:
-        super().__init__(model, cache, None, 1)
-        self.kernel, self.row = kernel, row
-
-    def _step(self) -> Outputs:
-        tables, lengths = self.cache.tables[:, self.row], self.cache.lengths[:, self.row]
-        logits_V = self.kernel(self.tokens, self.positions, tables, lengths)
-        return Outputs(logits_V[None], self.kernel.told[:, None])
+        self.graph, self.outputs = record_graph(self._step, restore)

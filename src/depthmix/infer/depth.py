@@ -5,6 +5,7 @@ logits were asked for. Knows nothing of torch.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from operator import add
 from typing import NamedTuple
 
@@ -88,6 +89,12 @@ class DepthMeter:
         # what FLOPs are made of, all tokens together
         self.used = Usage(0, 0, 0, 0, 0, 0, 0)
         self.num_tokens = self.num_logits = self.num_dense_pairs = 0
+
+    def copy(self) -> "DepthMeter":
+        """A new one for the same model, to which nothing was added."""
+        other = copy(self)
+        other.paths = []
+        return other
 
     def add(
         self, start: int, paths: Sequence[tuple[bool, ...]], used: Usage, *, num_logits: int

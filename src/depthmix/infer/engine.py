@@ -1,23 +1,27 @@
 """The engine: requests in, tokens out, many at once, each as if it were alone.
 
-Joins the parts: the scheduler says who computes what, the runner computes it, the sampler draws.
-Does not know the tokenizer: `decode` is a function.
+Joins the parts: the scheduler says who computes what, the runner computes it and draws. On a GPU
+the runner takes the next step before the last one's tokens were read. Does not know the tokenizer:
+`decode` is a function.
 """
 
+import operator
 import random
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
+from depthmix.config import ModelConfig
 from depthmix.infer.depth import DepthMeter
-from depthmix.infer.draw import Drawer
 from depthmix.infer.pages import Pages
 from depthmix.infer.results import Event, Finish, Result, Sample, Stats
-from depthmix.infer.runner import Done, Runner, Work
-from depthmix.infer.sampling import SamplingParams, top_logprobs
+from depthmix.infer.runner import Runner, find_obstacle
+from depthmix.infer.sampling import SamplingParams
 from depthmix.infer.scheduler import Chunk, Scheduler
+from depthmix.infer.steps import Flight, Outcome, StepRunner, Work
 from depthmix.infer.text import TextStream
 from depthmix.infer.track import Track
 from depthmix.nn import Transformer
@@ -25,10 +29,34 @@ from depthmix.nn.transformer import choose_selector
 
 # seeds of a request's samples lie this far apart: no two requests' samples meet by counting up
 SEED_STRIDE = 0x5DEECE66D
+# requests at a time and tokens of a step, where nobody says: a GPU wants many of both
+BATCH_CPU, BATCH_GPU = 8, 256
+CHUNK_CPU, CHUNK_GPU = 512, 2048
+# room for a routed block's tokens, over its capacity: texts use more depth or less
+CACHE_MARGIN = 1.25
+# tokens that rows have room for beyond the next step: their books need not be kept at every one
+PAGES_AHEAD = 4
+# of the memory that is free on a GPU, where nobody says how large the cache is
+CACHE_SHARE = 0.5
+
+
+# token ids: a list, a tuple, an array or a tensor of whole numbers; `read_prompt` refuses the rest
+Prompt = Any
+
+
+class _Step(NamedTuple):
+    """A step that is under way."""
+
+    chunks: list[Chunk]
+    flight: Flight
 
 
 class Engine:
-    """Generates from a model: `generate` for all at once, `add` and `step` to see tokens come."""
+    """Generates from a model: `generate` for all at once, `add` and `step` to see tokens come.
+
+    `add`, `cancel` and `stats` may be called from any thread at any time; `step` and `generate` by
+    one thread at a time.
+    """
 
     def __init__(
         self,
@@ -36,60 +64,75 @@ class Engine:
         *,
         selector: str | None = None,
         decode: Callable[[list[int]], str] | None = None,
-        max_batch: int = 8,
+        max_batch: int | None = None,
         cache_tokens: int | None = None,
         page_size: int = 16,
-        chunk_tokens: int = 512,
+        chunk_tokens: int | None = None,
         invariant: bool | None = None,
         seed: int | None = None,
         record: bool | None = None,
-        compile: bool = False,
     ) -> None:
         """`selector` decides over depth: predictor or router, else the best that the model has.
 
         `decode` turns tokens into text, for results that carry it and for stop strings.
+        `max_batch` is the most samples at a time: 8 on a CPU and 256 on a GPU unless given.
         `cache_tokens` is the room for tokens that go through every block, all requests together:
-        requests wait, or give way, when it is taken. Prompts are computed `chunk_tokens` at a time
-        beside the others' tokens. `invariant` computes each request apart, so that its numbers are
-        the same to the last bit whoever else is there; unless given, so on a CPU. `seed` is for
-        requests that name none. `record` keeps decoding steps, and new prompts of a size that comes
-        again, as CUDA graphs, unless given on a GPU only; `compile` compiles decoding steps first:
-        a minute more to begin with, then faster batches.
+        requests wait, or give way, when it is taken. Unless given there is room for `max_batch`
+        sequences of the model's longest length at the capacity of its blocks, on a GPU in at most
+        half of its free memory. Prompts are computed `chunk_tokens` at a time beside the others'
+        tokens. `invariant` computes each request apart, so that its numbers are the same to the
+        last bit whoever else is there; unless given, so on a CPU. `seed` is for requests that name
+        none. `record` keeps decoding steps as CUDA graphs, unless given on a GPU only.
         """
         config = model.config
+        device = model.embedding.weight.device
+        on_gpu = device.type == "cuda"
+        max_batch = (BATCH_GPU if on_gpu else BATCH_CPU) if max_batch is None else max_batch
+        if chunk_tokens is None:
+            chunk_tokens = CHUNK_GPU if on_gpu else CHUNK_CPU
         sizes = {"max_batch": max_batch, "page_size": page_size, "chunk_tokens": chunk_tokens}
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
-        if cache_tokens is None:
-            # whole pages: every row has room for the longest sequence
-            cache_tokens = max_batch * -(-config.max_seq_len // page_size) * page_size
-        if cache_tokens < page_size:
+        if cache_tokens is not None and cache_tokens < page_size:
             raise ValueError(f"cache_tokens = {cache_tokens} must be a page or more: {page_size}")
-        device = model.embedding.weight.device
         self.model, self.config, self.decode = model, config, decode
-        self.invariant = device.type == "cpu" if invariant is None else invariant
-        num_pages = cache_tokens // page_size * config.num_layers
-        self.pages = Pages(num_pages, page_size, config.num_layers, max_batch)
+        self.invariant = not on_gpu if invariant is None else invariant
+        chosen = choose_selector(config, selector)
+        if cache_tokens is not None:
+            num_pages = cache_tokens // page_size * config.num_layers
+        else:
+            num_pages = count_pages(config, chosen, max_batch, page_size)
+            if on_gpu:
+                num_pages = _limit_pages(num_pages, model, page_size)
+        ahead = PAGES_AHEAD if on_gpu and record is not False else 0
+        self.pages = Pages(num_pages, page_size, config.num_layers, max_batch, ahead)
         chunk_tokens = min(chunk_tokens, config.max_seq_len)
+        # a whole chunk has room beside those that decode where chunks are never cut
+        step_tokens = (
+            chunk_tokens + max_batch if self.invariant else max(chunk_tokens, 2 * max_batch)
+        )
+        self.runner = make_runner(
+            model,
+            self.pages,
+            chosen,
+            record=on_gpu if record is None else record,
+            apart=self.invariant,
+            max_step_tokens=step_tokens,
+        )
         self.scheduler = Scheduler(
             self.pages,
             max_rows=max_batch,
-            max_step_tokens=chunk_tokens + max_batch,
+            max_step_tokens=step_tokens,
             chunk_tokens=chunk_tokens,
             invariant=self.invariant,
         )
-        self.runner = Runner(
-            model,
-            self.pages,
-            choose_selector(config, selector),
-            record=device.type == "cuda" if record is None else record,
-            compile=compile,
-            pad=not self.invariant,
-        )
         self._random = random.Random(seed)
+        self._meter = DepthMeter(config, chosen)
         self._tracks: dict[int, Track] = {}
-        self._drawer = Drawer(config.vocab_size, device, record=self.runner.record)
+        self._steps: deque[_Step] = deque()
+        # the first for the books, the second for whoever steps
+        self._lock, self._stepping = threading.RLock(), threading.Lock()
         self._num_requests = self._num_keys = self._peak_pages = 0
 
     @property
@@ -102,33 +145,42 @@ class Engine:
         """Whether `step` has something to do."""
         return bool(self._tracks)
 
-    def add(self, prompt: Sequence[int], params: SamplingParams | None = None) -> int:
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
+        """Compile and record what requests of any length need; returns the seconds it took.
+
+        It is done at first use otherwise, and there is nothing to do on a CPU. Compiled kernels
+        stay on disk for the next process. `progress` hears how many of how many parts are done.
+        """
+        with self._own_steps():
+            if self.has_work:
+                raise ValueError("warm_up() runs alone: finish or cancel the requests first")
+            return self.runner.warm_up(progress)
+
+    def add(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Put a request in line; returns its number, which its events carry."""
         params = SamplingParams() if params is None else params
-        max_new = self._check(prompt, params)
-        seed = self._random.getrandbits(62) if params.seed is None else params.seed
-        request, self._num_requests = self._num_requests, self._num_requests + 1
-        for number in range(params.n):
-            key, self._num_keys = self._num_keys, self._num_keys + 1
-            self.scheduler.add(key, len(prompt), max_new - 1)
-            stream = TextStream(self.decode, params.stop) if self.decode is not None else None
-            seen = None
-            if params.repetition_penalty != 1:
-                seen = torch.zeros(self.config.vocab_size, dtype=torch.bool)
-                seen[list(prompt)] = True
-                seen = seen.to(self.runner.device)
-            self._tracks[key] = Track(
-                request=request,
-                number=number,
-                params=params,
-                seed=_wrap(seed + number * SEED_STRIDE),
-                tokens=list(prompt),
-                num_prompt=len(prompt),
-                max_new=max_new,
-                meter=DepthMeter(self.config, self.selector),
-                stream=stream,
-                seen=seen,
-            )
+        tokens = read_prompt(prompt)
+        max_new = self._check(tokens, params)
+        with self._lock:
+            if not self._tracks:
+                self.runner.check_weights()
+            seed = self._random.getrandbits(62) if params.seed is None else params.seed
+            request, self._num_requests = self._num_requests, self._num_requests + 1
+            for number in range(params.n):
+                key, self._num_keys = self._num_keys, self._num_keys + 1
+                self.scheduler.add(key, len(tokens), max_new - 1)
+                self._tracks[key] = Track(
+                    request=request,
+                    number=number,
+                    params=params,
+                    seed=_wrap(seed + number * SEED_STRIDE),
+                    tokens=list(tokens),
+                    num_prompt=len(tokens),
+                    max_new=max_new,
+                    meter=self._meter.copy(),
+                    stream=TextStream(self.decode, params.stop) if self.decode else None,
+                    seen=self.runner.mark_seen(tokens, params),
+                )
         return request
 
     def cancel(self, request: int) -> list[Event]:
@@ -136,29 +188,38 @@ class Engine:
 
         Returns the events of their ends.
         """
-        keys = [key for key, track in self._tracks.items() if track.request == request]
-        return [self._finish(key, None, "", (), "cancelled") for key in keys]
+        with self._lock:
+            keys = [key for key, track in self._tracks.items() if track.request == request]
+            return [self._finish(key, None, "", (), "cancelled") for key in keys]
 
     def step(self) -> list[Event]:
-        """Compute the next tokens of whoever the scheduler chose, and tell what is new."""
-        chunks = self.scheduler.plan()
-        works = [Work(chunk, self._take_tokens(chunk)) for chunk in chunks]
-        if not works:
-            return []
-        batches = [[work] for work in works] if self.invariant else [works]
-        done = [d for batch in batches for d in self.runner.run(batch)]
-        for chunk, outcome in zip(chunks, done, strict=True):
-            self.scheduler.settle(chunk, outcome.stored)
-            self._tracks[chunk.key].meter.add(
-                chunk.start, outcome.paths, outcome.used, num_logits=int(chunk.samples)
-            )
-        self._peak_pages = max(self._peak_pages, self.pages.num_used)
-        asked = [(c.key, d) for c, d in zip(chunks, done, strict=True) if c.samples]
-        return self._sample(asked) if asked else []
+        """Compute the next tokens of whoever the scheduler chose, and tell what is new.
+
+        If it raises, no token is lost: the next call tries again. A request whose own text cannot
+        be decoded ends alone, as failed.
+        """
+        with self._own_steps():
+            try:
+                with self._lock:
+                    while len(self._steps) < self.runner.depth:
+                        chunks = self.scheduler.plan()
+                        if not chunks:
+                            break
+                        self._start(chunks)
+                if not self._steps:
+                    return []
+                # others may add and cancel meanwhile
+                outcomes = self._steps[0].flight.wait()
+                with self._lock:
+                    return self._settle(self._steps.popleft().chunks, outcomes)
+            except BaseException:
+                with self._lock:
+                    self._abandon()
+                raise
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Result]:
         """All prompts to their ends, in the prompts' order; `params` for all, or one for each."""
@@ -169,33 +230,37 @@ class Engine:
         if len(params) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(params)} params")
         samples: dict[int, dict[int, Sample]] = {}
+        tokens = [read_prompt(prompt) for prompt in prompts]
         try:
-            for prompt, wish in zip(prompts, params, strict=True):
+            for prompt, wish in zip(tokens, params, strict=True):
                 samples[self.add(prompt, wish)] = {}
             while self.has_work:
                 for event in self.step():
                     if event.result is not None:
                         samples[event.request][event.sample] = event.result
+                        if event.result.error is not None:
+                            raise event.result.error
         finally:
             # whatever went wrong, nothing stays behind
             for request in samples:
                 self.cancel(request)
         return [
             Result(request, tuple(prompt), tuple(found[i] for i in sorted(found)))
-            for (request, found), prompt in zip(samples.items(), prompts, strict=True)
+            for (request, found), prompt in zip(samples.items(), tokens, strict=True)
         ]
 
     def stats(self) -> Stats:
         """Where the engine stands."""
         each = self.runner.cache.bytes_per_page
-        return Stats(
-            num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
-            num_preempted=self.scheduler.num_preempted,
-            cache_bytes=each * self.pages.num_used,
-            cache_bytes_peak=each * self._peak_pages,
-            cache_bytes_total=each * self.pages.num_pages,
-        )
+        with self._lock:
+            return Stats(
+                num_running=self.scheduler.num_running,
+                num_waiting=self.scheduler.num_waiting,
+                num_preempted=self.scheduler.num_preempted,
+                cache_bytes=each * self.pages.num_used,
+                cache_bytes_peak=each * self._peak_pages,
+                cache_bytes_total=each * self.pages.num_pages,
+            )
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Refuse what can never be done; returns how many tokens may come."""
@@ -227,61 +292,157 @@ class Engine:
             )
         return max_new
 
-    def _take_tokens(self, chunk: Chunk) -> list[int]:
-        return self._tracks[chunk.key].tokens[chunk.start : chunk.start + chunk.count]
+    def _own_steps(self) -> "_Alone":
+        return _Alone(self._stepping)
 
-    def _sample(self, asked: list[tuple[int, Done]]) -> list[Event]:
-        """Draw the next token of each of these sequences."""
-        tracks = [self._tracks[key] for key, _ in asked]
-        if all(track.params.is_plain for track in tracks):
-            # nothing to draw, and nothing to tell but the token
-            told = zip(asked, _find_best([done for _, done in asked]), strict=True)
-            return [self._take(key, d, token, 0.0) for (key, d), token in told]
-        logits = _list_logits([done for _, done in asked])
-        most = max(track.params.logprobs or 0 for track in tracks)
-        if most:
-            values_BK, ids_BK = top_logprobs(torch.stack(logits), most)
-            tops = list(zip(values_BK.tolist(), ids_BK.tolist(), strict=True))
-            for track, (values, ids) in zip(tracks, tops, strict=True):
-                track.take_alternatives(ids, values)
-        drawn = self._drawer.draw(
-            logits,
-            [track.params for track in tracks],
-            [track.seed for track in tracks],
-            [track.num_new for track in tracks],
-            [track.seen for track in tracks],
-        )
-        told = zip(asked, *drawn, strict=True)
-        return [self._take(key, d, token, logprob) for (key, d), token, logprob in told]
+    def _start(self, chunks: list[Chunk]) -> None:
+        works = []
+        for chunk in chunks:
+            track = self._tracks[chunk.key]
+            # none where a step that is under way has yet to draw it
+            tokens = track.tokens[chunk.start : chunk.start + chunk.count]
+            works.append(Work(chunk, tokens, track.make_wish() if chunk.samples else None))
+        self.scheduler.start(chunks)
+        try:
+            flight = self.runner.launch(works)
+        except BaseException:
+            self._take_back(chunks)
+            raise
+        self._steps.append(_Step(chunks, flight))
 
-    def _take(self, key: int, done: Done, token: int, logprob: float) -> Event:
+    def _settle(self, chunks: list[Chunk], outcomes: Sequence[Outcome]) -> list[Event]:
+        events = []
+        for chunk, outcome in zip(chunks, outcomes, strict=True):
+            track = self._tracks.get(chunk.key)
+            if track is None:
+                # it ended while the step was under way
+                continue
+            self.scheduler.settle(chunk, outcome.stored)
+            track.meter.add(chunk.start, outcome.paths, outcome.used, num_logits=int(chunk.samples))
+        self._peak_pages = max(self._peak_pages, self.pages.num_used)
+        for chunk, outcome in zip(chunks, outcomes, strict=True):
+            if chunk.samples and chunk.key in self._tracks:
+                events.append(self._take(chunk.key, outcome))
+        return events
+
+    def _abandon(self) -> None:
+        """Take back all steps that are under way, the newest first."""
+        while self._steps:
+            self._take_back(self._steps.pop().chunks)
+        self.runner.forget()
+
+    def _take_back(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            self.scheduler.abandon(chunk, restart=not self.runner.can_retry)
+
+    def _take(self, key: int, outcome: Outcome) -> Event:
         """A sequence has a new token: tell it, and see whether it was the last."""
-        track, path = self._tracks[key], done.paths[-1]
-        text, finish = track.take(token, logprob)
+        track, path, token = self._tracks[key], outcome.paths[-1], outcome.token
+        assert token is not None
+        try:
+            text, finish = track.take(token, outcome.logprob, outcome.top)
+        except Exception as error:
+            # its own affair: the others go on
+            return self._finish(key, token, "", path, "failed", error)
         if finish is not None:
             return self._finish(key, token, text, path, finish)
         self.scheduler.append(key)
         return Event(track.request, track.number, token, text, path, None)
 
     def _finish(
-        self, key: int, token: int | None, text: str, path: tuple[bool, ...], finish: Finish
+        self,
+        key: int,
+        token: int | None,
+        text: str,
+        path: tuple[bool, ...],
+        finish: Finish,
+        error: Exception | None = None,
     ) -> Event:
         track = self._tracks.pop(key)
         self.scheduler.remove(key)
-        rest, result = track.end(finish)
+        rest, result = track.end(finish, error)
         return Event(track.request, track.number, token, text + rest, path, result)
 
 
-def _find_best(done: Sequence[Done]) -> list[int]:
-    """The most probable tokens; a recorded step found them itself."""
-    known = [d.best for d in done if d.best is not None]
-    if len(known) == len(done):
-        return known
-    return torch.stack(_list_logits(done)).argmax(dim=1).tolist()
+class _Alone:
+    """Lets one thread in, and refuses a second one with a sentence."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self.lock = lock
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            raise RuntimeError(
+                "another thread is stepping this engine: let one thread call step() or "
+                "generate(), and others add() and cancel()"
+            )
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
 
 
-def _list_logits(done: Sequence[Done]) -> list[Float[Tensor, " V"]]:
-    return [d.logits for d in done if d.logits is not None]
+def make_runner(
+    model: Transformer,
+    pages: Pages,
+    selector: str | None,
+    *,
+    record: bool,
+    apart: bool,
+    max_step_tokens: int,
+) -> StepRunner:
+    """The fastest runner that there is for this model and device."""
+    if record and find_obstacle(model) is None:
+        from depthmix.infer.fused import FusedRunner
+
+        return FusedRunner(model, pages, selector, max_step_tokens, apart=apart)
+    return Runner(model, pages, selector, record=record, apart=apart)
+
+
+def read_prompt(prompt: Prompt) -> list[int]:
+    """Token ids as plain numbers; anything else is refused with a sentence."""
+    if isinstance(prompt, str | bytes):
+        raise ValueError("a prompt is a list of token ids, not text: encode it first")
+    tokens = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+    if set(map(type, tokens)) <= {int}:
+        return tokens
+    try:
+        if any(isinstance(token, bool) for token in tokens):
+            raise TypeError
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        wrong = next(t for t in tokens if isinstance(t, bool) or not hasattr(t, "__index__"))
+        raise ValueError(f"a prompt is a list of token ids, and {wrong!r} is not one") from None
+
+
+def count_pages(config: ModelConfig, selector: str | None, num_rows: int, page_size: int) -> int:
+    """Pages for `num_rows` of the longest sequences, each layer filled as its capacity says.
+
+    With some margin: texts use more depth or less, and whoever came last gives way where all use
+    more. One sequence always has room, whatever it keeps.
+    """
+    longest = -(-config.max_seq_len // page_size)
+    capacities = dict(zip(config.routed_layers, config.capacities, strict=True))
+    if selector == "all":
+        capacities = {}
+    each = 0
+    for layer in range(config.num_layers):
+        share = capacities.get(layer, 1.0)
+        if layer in capacities and config.routing.kv_capacity is not None:
+            share = config.routing.kv_capacity
+        # the last page of a layer is half empty
+        needed = -(-int(CACHE_MARGIN * share * config.max_seq_len) // page_size) + 1
+        each += min(longest, needed)
+    return max(num_rows * each, longest * config.num_layers)
+
+
+def _limit_pages(num_pages: int, model: Transformer, page_size: int) -> int:
+    """No more than fit into a share of the free memory, but those of one sequence at least."""
+    config, weight = model.config, model.embedding.weight
+    free, _ = torch.cuda.mem_get_info(weight.device)
+    shape = config.shape
+    each = 2 * page_size * shape.num_kv_heads * shape.head_width * weight.element_size()
+    least = -(-config.max_seq_len // page_size) * config.num_layers
+    return max(least, min(num_pages, int(CACHE_SHARE * free) // each))
 
 
 def _wrap(seed: int) -> int:

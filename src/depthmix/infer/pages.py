@@ -3,7 +3,8 @@
 A page holds `page_size` tokens of one layer of one row. A routed block stores its routed tokens
 only, so the layers of a row have lengths of their own, and how long they become is known only
 after a step. Before it, room for the worst case is reserved; after it, what was not needed goes
-back. Knows nothing of sequences, of their order or of the device.
+back. Steps may be under way while others are planned: their tokens are promised, and room is
+counted behind them. Knows nothing of sequences, of their order or of the device.
 """
 
 from collections.abc import Sequence
@@ -12,12 +13,12 @@ from typing import NamedTuple
 
 
 class Change(NamedTuple):
-    """`tables[row][layer][index]` is now `page`."""
+    """`tables[row][layer]` has these pages from `index` on."""
 
     layer: int
     row: int
     index: int
-    page: int
+    pages: list[int]
 
 
 class Pages:
@@ -28,7 +29,13 @@ class Pages:
     through the methods.
     """
 
-    def __init__(self, num_pages: int, page_size: int, num_layers: int, num_rows: int) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, num_layers: int, num_rows: int, ahead: int = 0
+    ) -> None:
+        """Rows that lack pages get room for `ahead` more tokens, as far as pages are free.
+
+        They then need to be looked at less often.
+        """
         for name, value in (
             ("num_pages", num_pages),
             ("page_size", page_size),
@@ -41,28 +48,26 @@ class Pages:
         self.page_size = page_size
         self.num_layers = num_layers
         self.num_rows = num_rows
+        self.ahead = ahead
         self.num_free = num_pages
         self.tables: list[list[list[int]]] = [
             [[] for _ in range(num_layers)] for _ in range(num_rows)
         ]
         self.lengths = [[0] * num_layers for _ in range(num_rows)]
-        # so many tokens fit in every layer of the row without a new page, perhaps more: most steps
-        # need to look at nothing else
+        self.promised = [0] * num_rows
+        """Tokens of each row whose steps are under way."""
+        # so many tokens fit behind those in every layer of the row without a new page, perhaps
+        # more: most steps need to look at nothing else
         self._room = [0] * num_rows
-        # layers that were given pages since the row was settled: only these can have too many
+        # layers that were given pages that they may not need: only these can have too many
         self._grown: list[list[int]] = [[] for _ in range(num_rows)]
         self._owned = bytearray(num_pages)
         # Every free page is in the stack. A page may be taken without searching it there, so some
         # of the stack is owned; a page is never in it twice.
         self._stack = list(range(num_pages))
         self._stacked = bytearray(b"\1") * num_pages
-        # what the device's tables hold once it knows the changes below
-        self._told: list[list[list[int]]] = [
-            [[] for _ in range(num_layers)] for _ in range(num_rows)
-        ]
-        self._changes: dict[tuple[int, int, int], int] = {}
-        # what it holds in their places until then
-        self._before: dict[tuple[int, int, int], int] = {}
+        # tables that grew since the last drain, and from where on: layer, row, index
+        self._touched: list[tuple[int, int, int]] = []
 
     @property
     def num_used(self) -> int:
@@ -80,37 +85,62 @@ class Pages:
         return sum(missing for _, missing in self._find_short(row, num_tokens))
 
     def reserve(self, row: int, num_tokens: int) -> bool:
-        """Make room for `num_tokens` more in every layer: take all the pages, or none and False."""
+        """Make room for `num_tokens` more in every layer: take all the pages, or none and False.
+
+        Until they are promised, another reservation counts from the same place.
+        """
         if num_tokens <= self._room[row]:
             return True
         short = self._find_short(row, num_tokens)
-        if sum(missing for _, missing in short) > self.num_free:
+        num_missing = sum(missing for _, missing in short)
+        if num_missing > self.num_free:
             return False
+        if self.ahead and num_missing:
+            more = self._find_short(row, num_tokens + self.ahead)
+            if sum(missing for _, missing in more) <= self.num_free:
+                short, num_tokens = more, num_tokens + self.ahead
         for layer, missing in short:
             self._take_pages(row, layer, missing)
             self._grown[row].append(layer)
         self._room[row] = max(self._room[row], num_tokens)
         return True
 
-    def settle(self, row: int, stored: Sequence[int]) -> None:
-        """Note that layer l stored `stored[l]` more tokens; pages that hold none go back."""
+    def promise(self, row: int, num_tokens: int) -> None:
+        """Note that a step with these reserved tokens is under way."""
+        assert num_tokens <= self._room[row], "tokens were promised without a reservation"
+        self.promised[row] += num_tokens
+        self._room[row] -= num_tokens
+
+    def settle(self, row: int, stored: Sequence[int], promised: int = 0) -> None:
+        """Note that layer l stored `stored[l]` more tokens, out of `promised` that were under way.
+
+        Pages that neither hold tokens nor wait for promised ones, or for those ahead, go back.
+        """
         most = max(stored)
         assert len(stored) == self.num_layers, "a count for every layer"
-        assert most <= self._room[row], "tokens were stored without a reservation"
+        assert most <= self._room[row] + promised, "tokens were stored without a reservation"
         lengths = self.lengths[row]
         lengths[:] = map(add, lengths, stored)
-        room = self._room[row] - most
-        grown = self._grown[row]
-        if grown:
-            for layer in grown:
-                table = self.tables[row][layer]
-                needed = -(-lengths[layer] // self.page_size)
+        self.promised[row] -= promised
+        room = self._room[row] + promised - most
+        if self._grown[row]:
+            size, promised, grown = self.page_size, self.promised[row], []
+            for layer in self._grown[row]:
+                table, length = self.tables[row][layer], lengths[layer]
+                needed = -(-(length + promised + self.ahead) // size)
                 if len(table) > needed:
                     self._free_pages(table[needed:])
                     del table[needed:]
-                room = min(room, needed * self.page_size - lengths[layer])
-            grown.clear()
+                if len(table) * size - length >= size:
+                    grown.append(layer)
+                room = min(room, len(table) * size - length - promised)
+            self._grown[row] = grown
         self._room[row] = room
+
+    def withdraw(self, row: int, promised: int) -> None:
+        """Note that a step that was under way stored nothing that counts."""
+        self.promised[row] -= promised
+        self._room[row] += promised
 
     def release(self, row: int) -> None:
         """Take everything back from a row: its layers are empty."""
@@ -118,25 +148,28 @@ class Pages:
             self._free_pages(table)
             table.clear()
         self.lengths[row][:] = [0] * self.num_layers
+        self.promised[row] = 0
         self._room[row] = 0
         self._grown[row].clear()
 
     def drain_changes(self) -> list[Change]:
-        """List the new entries of the tables since the last call, each place at most once.
+        """List the new entries of the tables since the last call.
 
         A page that went back leaves its entry behind in the device's tables, past the length of
-        its layer; if the same page comes to the same place again, nothing has changed.
+        its layer. A table that grew more than once may be listed as often, always as it is now.
         """
-        changes = [Change(*place, page) for place, page in self._changes.items()]
-        self._changes.clear()
-        self._before.clear()
-        return changes
+        touched, self._touched = self._touched, []
+        changes = (
+            Change(layer, row, index, self.tables[row][layer][index:])
+            for layer, row, index in touched
+        )
+        return [change for change in changes if change.pages]
 
     def _find_short(self, row: int, num_tokens: int) -> list[tuple[int, int]]:
         """List the layers without room for `num_tokens` more, and the pages that each lacks."""
-        size = self.page_size
+        size, ahead = self.page_size, self.promised[row]
         spares = [
-            len(table) * size - length
+            len(table) * size - length - ahead
             for table, length in zip(self.tables[row], self.lengths[row], strict=True)
         ]
         # the bound was careful, here it is exact for free
@@ -154,6 +187,7 @@ class Pages:
         another at once, each begins at a place of its own, as far from the others as possible.
         """
         table, owned = self.tables[row][layer], self._owned
+        self._touched.append((layer, row, len(table)))
         while count > 0:
             if table:
                 page = table[-1] + 1
@@ -170,28 +204,9 @@ class Pages:
             end = owned.find(1, page, most)
             run = range(page, most if end < 0 else end)
             owned[page : run.stop] = b"\1" * len(run)
-            self._note_changes(row, layer, run)
             table.extend(run)
             self.num_free -= len(run)
             count -= len(run)
-
-    def _note_changes(self, row: int, layer: int, pages: Sequence[int]) -> None:
-        """Remember that these come next in a table, where the device does not have them there."""
-        told, first = self._told[row][layer], len(self.tables[row][layer])
-        if told[first : first + len(pages)] == list(pages):
-            return
-        for index, page in enumerate(pages, first):
-            held = told[index : index + 1]
-            if held != [page]:
-                told[index : index + 1] = [page]
-                place = (layer, row, index)
-                if held and place not in self._changes:
-                    self._before[place] = held[0]
-                if self._before.get(place) == page:
-                    # another one was there in between, and nobody was told
-                    del self._changes[place]
-                else:
-                    self._changes[place] = page
 
     def _free_pages(self, pages: list[int]) -> None:
         """Take pages of a table back, its last first."""

@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 from depthmix.infer.depth import Depth
 
-Finish = Literal["stop", "length", "cancelled"]
+Finish = Literal["stop", "length", "cancelled", "failed"]
 
 
 class Alternative(NamedTuple):
@@ -22,13 +22,15 @@ class Sample(NamedTuple):
     """None where the engine was given no `decode`."""
     finish: Finish
     """stop: a stop token (which is the last of `tokens`) or string; length: max_tokens, or the
-    model's max_seq_len; cancelled."""
+    model's max_seq_len; cancelled; failed: its text could not be decoded."""
     logprobs: tuple[float, ...] | None
     """Of each token, under the model itself; None unless asked for."""
     top_logprobs: tuple[tuple[Alternative, ...], ...] | None
     """The most probable tokens at each place, as many as were asked for."""
     depth: Depth
     """Where its compute went."""
+    error: Exception | None = None
+    """Why it failed."""
 
 
 class Event(NamedTuple):

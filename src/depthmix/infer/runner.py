@@ -1,36 +1,28 @@
-"""Runs the model on one step's tokens: any number of sequences, each at its own place.
+"""Steps by the model's own forward pass: any number of sequences, each at its own place.
 
-Prompts, and on a CPU everything, stand one after the other in a single row, as packed documents
-do, so the model's own forward pass is all there is. On a GPU, tokens that are written one at a time
-go through a recorded step, and so do new prompts of a size that comes again. Knows nothing of
-requests or of sampling.
+The tokens of a step stand one after the other in a single row, as packed documents do, so that is
+all there is. Recorded, tokens that are written one at a time go through a step of their own. Where
+kernels know the whole model, `fused` has another runner. Knows nothing of requests.
 """
 
-from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from depthmix.config import ModelConfig
-from depthmix.infer.cache import LayerUse, PagedCache, Span, StepCache
-from depthmix.infer.decode import DecodeStep, SingleKernel, SingleStep
+from depthmix.infer.cache import LayerUse, PagedCache, Span, StepCache, add_uses
+from depthmix.infer.decode import DecodeStep
 from depthmix.infer.depth import Usage
+from depthmix.infer.draw import Drawer
 from depthmix.infer.pages import Pages
-from depthmix.infer.prompt import PromptStep, can_record_prompts, choose_size
-from depthmix.infer.scheduler import Chunk
+from depthmix.infer.sampling import SamplingParams, Wish, top_logprobs
+from depthmix.infer.steps import Outcome, Ready, Work
 from depthmix.kernels import HAS_TRITON
 from depthmix.nn import Transformer
 from depthmix.nn.transformer import Hidden
-
-
-class Work(NamedTuple):
-    """A chunk and its tokens."""
-
-    chunk: Chunk
-    tokens: Sequence[int]
 
 
 class Done(NamedTuple):
@@ -50,6 +42,9 @@ class Done(NamedTuple):
 class Runner:
     """A model with a paged cache."""
 
+    depth = 1
+    can_retry = True
+
     def __init__(
         self,
         model: Transformer,
@@ -57,31 +52,51 @@ class Runner:
         selector: str | None,
         *,
         record: bool,
-        compile: bool,
-        pad: bool = False,
+        apart: bool = False,
     ) -> None:
-        """`record` keeps decoding steps as recorded ones, `compile` compiles those.
-
-        `pad` records new prompts too, which rounds differently.
-        """
+        """`record` keeps decoding steps as recorded ones; `apart` computes one chunk at a time."""
         config, weight = model.config, model.embedding.weight
         self.model, self.selector, self.pages = model, selector, pages
-        self.device, self.record, self.compile = weight.device, record, compile
+        self.device, self.record, self.apart = weight.device, record, apart
         self.cache = PagedCache(config, pages, device=weight.device, dtype=weight.dtype)
         self.routed_layers, self.num_routed = config.routed_layers, len(config.routed_layers)
         self.with_experts = set(config.expert_layers)
         self.num_dense_experts = len(self.with_experts.difference(self.routed_layers))
         # where a recorded step's report begins to say what was stored
         self.kept_line = 1 + (self.num_routed if config.routing.kv_capacity is not None else 0)
-        self.steps: dict[tuple[int, int], DecodeStep] = {}
-        """By batch size; of one row, by its number too."""
-        self.prompts: dict[int, PromptStep | None] = {}
-        """By size; None where a prompt of that size came once, and recording would cost more."""
-        self.pads = record and pad and can_record_prompts(config)
-        self._single: SingleKernel | None = None
-        self._weights: Any = None
+        self.steps: dict[int, DecodeStep] = {}
+        """By batch size."""
+        self.drawer = Drawer(config.vocab_size, weight.device, record=record)
         # what the device's own input and lengths are, so that only news is sent
-        self._waiting: tuple[tuple[int, int], list[int], list[int], list[int]] | None = None
+        self._waiting: tuple[int, list[int], list[int], list[int]] | None = None
+
+    def launch(self, works: Sequence[Work]) -> Ready:
+        """Compute these chunks and draw what follows, at once."""
+        batches = [[work] for work in works] if self.apart else [works]
+        done = [d for batch in batches for d in self.run(batch)]
+        drawn = self._draw([(w.wish, d) for w, d in zip(works, done, strict=True) if w.wish])
+        outcomes = []
+        for work, d in zip(works, done, strict=True):
+            token = next(drawn) if work.wish else (None, 0.0, None)
+            outcomes.append(Outcome(*token, d.stored, d.used, d.paths))
+        return Ready(outcomes)
+
+    def warm_up(self, progress: Callable[[int, int], None] | None) -> float:
+        """There is nothing to do ahead."""
+        return 0.0
+
+    def forget(self) -> None:
+        """What is not known is sent again anyway."""
+
+    def check_weights(self) -> None:
+        """They are read where they are."""
+
+    def mark_seen(self, tokens: Sequence[int], params: SamplingParams) -> Bool[Tensor, " V"] | None:
+        if params.repetition_penalty == 1:
+            return None
+        seen = torch.zeros(self.model.config.vocab_size, dtype=torch.bool)
+        seen[list(tokens)] = True
+        return seen.to(self.device)
 
     def run(self, works: Sequence[Work]) -> list[Done]:
         """Compute these chunks, together."""
@@ -98,42 +113,32 @@ class Runner:
                 done |= zip(keys, compute(part), strict=True)
         return [done[work.chunk.key] for work in works]
 
-    def _run_prompts(self, works: Sequence[Work]) -> list[Done]:
-        """New prompts one by one where they are recorded, and all others together."""
-        self._waiting = None
-        done = {work.chunk.key: self._run_recorded(work) for work in works if self.pads}
-        rest = [work for work in works if done.get(work.chunk.key) is None]
-        if rest:
-            keys = [work.chunk.key for work in rest]
-            done |= zip(keys, self._run_together(rest), strict=True)
-        return [outcome for work in works if (outcome := done[work.chunk.key]) is not None]
+    def _draw(
+        self, asked: Sequence[tuple[Wish, Done]]
+    ) -> Iterator[tuple[int, float, tuple[list[int], list[float]] | None]]:
+        """The next token of each of these, its log-probability, and the most probable ones."""
+        wishes, done = [wish for wish, _ in asked], [d for _, d in asked]
+        if all(wish.params.is_plain for wish in wishes):
+            # nothing to draw, and nothing to tell but the token
+            return iter([(token, 0.0, None) for token in _find_best(done)])
+        logits = _list_logits(done)
+        most = max(wish.params.logprobs or 0 for wish in wishes)
+        tops: list[tuple[list[int], list[float]] | None] = [None] * len(asked)
+        if most:
+            values_BK, ids_BK = top_logprobs(torch.stack(logits), most)
+            tops = list(zip(ids_BK.tolist(), values_BK.tolist(), strict=True))
+        drawn = self.drawer.draw(
+            logits,
+            [wish.params for wish in wishes],
+            [wish.seed for wish in wishes],
+            [wish.step for wish in wishes],
+            [wish.seen for wish in wishes],
+        )
+        return iter(list(zip(*drawn, tops, strict=True)))
 
-    def _run_recorded(self, work: Work) -> Done | None:
-        """A new prompt padded to a size that came before; None where it must be computed else."""
-        chunk = work.chunk
-        if chunk.start > 0 or chunk.count == 1:
-            return None
-        size = choose_size(chunk.count, self.model.config.max_seq_len)
-        if size not in self.prompts:
-            self.prompts[size] = None
-            return None
-        step = self.prompts[size]
-        if step is None:
-            step = PromptStep(self.model, self.cache, self.selector, size, compile=self.compile)
-            self.prompts[size] = step
-        prompt = step.run(work.tokens, chunk.row)
-        if prompt is None:
-            return None
-        outputs = prompt.outputs
-        paths = [tuple(path) for path in outputs.taken[: chunk.count].tolist()]
-        kept = dict(zip(self.routed_layers, prompt.kept, strict=True))
-        stored = [kept.get(layer, chunk.count) for layer in range(self.cache.num_layers)]
-        # each query sees its own key and all before
-        uses = [LayerUse(n, n, n * (n + 1) // 2) for n in stored]
-        asked = (None, None)
-        if chunk.samples:
-            asked = (outputs.logits.clone(), int(outputs.best))
-        return Done(*asked, stored, self._add_up(uses, 0), paths)
+    def _run_prompts(self, works: Sequence[Work]) -> list[Done]:
+        self._waiting = None
+        return self._run_together(works)
 
     @torch.inference_mode()
     def _run_together(self, works: Sequence[Work]) -> list[Done]:
@@ -164,58 +169,26 @@ class Runner:
     def _decode(self, works: Sequence[Work]) -> list[Done]:
         """One token of each sequence, in a recorded step."""
         size = min(1 << (len(works) - 1).bit_length(), self.pages.num_rows)
-        alone = size == 1 and self.can_fuse
-        kind = (size, works[0].chunk.row if alone else 0)
-        step = self.steps.get(kind)
+        step = self.steps.get(size)
         if step is None:
-            step = self.steps[kind] = self._make_step(size, works[0].chunk.row if alone else None)
+            step = DecodeStep(self.model, self.cache, self.selector, size)
+            self.steps[size] = step
         tokens = [work.tokens[0] for work in works]
         positions, rows = [w.chunk.start for w in works], [w.chunk.row for w in works]
         # if this step fails, nobody knows what the device holds
         waiting, self._waiting = self._waiting, None
         if waiting is None or waiting[2:] != (positions, rows):
             self.cache.send_lengths()
-        if waiting != (kind, tokens, positions, rows):
+        if waiting != (size, tokens, positions, rows):
             step.send(tokens, positions, rows)
         outputs = step.run()
         told = outputs.told.tolist()
-        self._waiting = (kind, told[0][: len(works)], [p + 1 for p in positions], rows)
+        self._waiting = (size, told[0][: len(works)], [p + 1 for p in positions], rows)
         # a copy: the next recorded step, which may come before anybody samples, writes over them
         logits = outputs.logits.clone().unbind()
         # the step may have room for more
         parts = zip(works, logits, zip(*told, strict=True), strict=False)
         return [self._tell(*part) for part in parts]
-
-    @cached_property
-    def can_fuse(self) -> bool:
-        """Whether a sequence that is alone can be decoded by one kernel."""
-        return self.device.type == "cuda" and HAS_TRITON and not find_obstacle(self.model.config)
-
-    def _make_step(self, size: int, row: int | None) -> DecodeStep:
-        config = self.model.config
-        if not self.can_fuse or (row is None and not self.can_fuse_rows):
-            return DecodeStep(self.model, self.cache, self.selector, size, compile=self.compile)
-        from depthmix.infer import single
-
-        if self._weights is None:
-            # once: the model's own weights become views of these
-            self._weights = single.stack_weights(self.model)
-        if row is None:
-            routed = single.make_routed_rows(config, self._weights, self.selector, size)
-            return DecodeStep(
-                self.model, self.cache, self.selector, size, compile=self.compile, routed=routed
-            )
-        if self._single is None:
-            pages = (self.cache.key.transpose(0, 1), self.cache.value.transpose(0, 1))
-            self._single = single.make_single_step(config, self._weights, self.selector, *pages)
-        return SingleStep(self.model, self.cache, self._single, row)
-
-    @cached_property
-    def can_fuse_rows(self) -> bool:
-        """Whether the routed blocks of several sequences can be kernels of their own."""
-        config = self.model.config
-        wide = config.shape.head_width >= 32
-        return bool(config.routed_layers) and self.selector != "all" and wide
 
     def _tell(self, work: Work, logits: Tensor, column: Sequence[int]) -> Done:
         """What the device reported about one token."""
@@ -246,16 +219,7 @@ class Runner:
         return Done(*asked, stored, used, [tuple(map(bool, taken))])
 
     def _add_up(self, uses: Sequence[LayerUse], num_expert_pairs: int) -> Usage:
-        """One span's use over all layers."""
-        return Usage(
-            num_visits=sum(use.num_queries for use in uses),
-            num_routed_visits=sum(uses[i].num_queries for i in self.routed_layers),
-            num_expert_visits=sum(uses[i].num_queries for i in self.with_experts),
-            num_stored=sum(use.num_stored for use in uses),
-            num_routed_stored=sum(uses[i].num_stored for i in self.routed_layers),
-            num_pairs=sum(use.num_pairs for use in uses),
-            num_expert_pairs=num_expert_pairs,
-        )
+        return add_uses(uses, self.routed_layers, self.with_experts, num_expert_pairs)
 
     def _count_expert_pairs(self, step: StepCache, hidden: Hidden) -> list[int]:
         """By span: (token, expert) pairs that were computed."""
@@ -271,18 +235,35 @@ class Runner:
         return found
 
 
-def find_obstacle(config: ModelConfig) -> str | None:
-    """Why this model cannot be decoded by one kernel, or None where it can."""
-    head_width = config.shape.head_width
+def find_obstacle(model: Transformer) -> str | None:
+    """Why no kernels know this model, or None where they do."""
+    config, weight = model.config, model.embedding.weight
+    if weight.device.type != "cuda" or not HAS_TRITON:
+        return "it is not on a CUDA device with Triton"
+    return find_shape_obstacle(config, weight.dtype)
+
+
+def find_shape_obstacle(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    """The same, as far as the model itself goes."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"its weights are {dtype}"
     if config.expert_layers:
         return "its blocks have experts"
     if config.routing.kv_capacity is not None:
         return "it routes keys and values apart from queries"
-    if config.qkv_bias:
-        return "its queries, keys and values have biases"
-    if head_width < 16 or head_width & (head_width - 1):
-        return f"its head width is {head_width}, not a power of two from 16 on"
     return None
+
+
+def _find_best(done: Sequence[Done]) -> list[int]:
+    """The most probable tokens; a recorded step found them itself."""
+    known = [d.best for d in done if d.best is not None]
+    if len(known) == len(done):
+        return known
+    return torch.stack(_list_logits(done)).argmax(dim=1).tolist()
+
+
+def _list_logits(done: Sequence[Done]) -> list[Float[Tensor, " V"]]:
+    return [d.logits for d in done if d.logits is not None]
 
 
 def _read_paths(hidden: Hidden, num_tokens: int) -> list[tuple[bool, ...]]:

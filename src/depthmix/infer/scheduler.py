@@ -3,8 +3,9 @@
 Arrival order decides. Running sequences that decode go first, then those that still compute
 their prompt, then the waiting line; who came last gives up its pages when an older one lacks
 some, and is computed again later. The oldest sequence is never held up by a younger one's
-demands, so everybody finishes. Knows how many tokens a sequence has, not which, and nothing of
-the model.
+demands, so everybody finishes. Steps may be planned while others are under way: what those will
+have computed counts as computed, and the token that one will sample counts as known. Knows how
+many tokens a sequence has, not which, and nothing of the model.
 """
 
 from bisect import bisect_right, insort
@@ -38,22 +39,35 @@ class _Sequence:
     max_known: int
     num_computed: int = 0
     """Tokens whose keys and values are in the cache."""
+    num_started: int = 0
+    """The same once all steps that are under way are done."""
+    num_ahead: int = 0
+    """Tokens that steps under way will sample."""
     row: int | None = None
     num_needed: int = 0
     """Pages it had when it was preempted and those of its next token: with fewer it would soon be
     preempted again."""
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens that are known once all steps that are under way are done."""
+        return min(self.num_known + self.num_ahead, self.max_known)
 
 
 def _get_arrival(sequence: _Sequence) -> int:
     return sequence.arrival
 
 
+class _BlockedError(Exception):
+    """Pages are missing, and whoever has to give way is in a step that is under way."""
+
+
 class Scheduler:
     """Plans steps of at most `max_step_tokens` tokens over at most `max_rows` sequences.
 
-    A chunk has at most `chunk_tokens` tokens and ends at a multiple of it in its sequence. With
-    `invariant` that is its only limit: it does not depend on who else is there, and tokens that
-    a sequence sampled are also computed again one by one, because a product over several tokens
+    A chunk has at most `chunk_tokens` tokens. With `invariant` it ends at a multiple of that in its
+    sequence, which is its only limit: it does not depend on who else is there, and tokens that a
+    sequence sampled are also computed again one by one, because a product over several tokens
     rounds differently from one over a single token. A chunk that does not fit into the step
     then waits, so `max_step_tokens` should leave room for a chunk beside `max_rows` decoding
     sequences. Without `invariant`, chunks are cut to what budget and pages allow.
@@ -143,35 +157,21 @@ class Scheduler:
     def plan(self) -> list[Chunk]:
         """Choose the chunks of the next step and reserve their pages; empty if nothing is to do.
 
-        Sequences may be preempted on the way. Settle the last plan's chunks and append what they
-        sampled before: a chunk that was not settled is planned again.
+        Sequences may be preempted on the way, but none that is in a step under way: the plan is
+        then empty until that step is settled. A chunk that was not started is planned again.
         """
-        chunks: list[Chunk] = []
-        prefills: list[_Sequence] = []
-        num_left = self.max_step_tokens
-        reserve = self.pages.reserve
-        # a copy: whoever lacks pages makes the list shorter
-        for sequence in list(self._running):
-            row, start = sequence.row, sequence.num_computed
-            # preempted a moment ago, or its newest token is not yet known
-            if row is None or start == sequence.num_known:
-                continue
-            if start + 1 < sequence.num_known or start < sequence.num_prompt:
-                prefills.append(sequence)
-            elif num_left:
-                # everybody planned so far is older, so that nobody planned is preempted
-                while not reserve(row, 1):
-                    youngest = self._running[-1]
-                    self._preempt(youngest)
-                    if youngest is sequence:
-                        break
-                else:
-                    chunks.append(Chunk(sequence.key, row, start, 1, True))
-                    num_left -= 1
-        # usual while all decode: nothing below has work
-        if prefills or self._waiting:
-            self._plan_prefills(prefills, num_left, chunks)
-        return chunks
+        try:
+            return self._plan()
+        except _BlockedError:
+            return []
+
+    def start(self, chunks: Sequence[Chunk]) -> None:
+        """Note that a planned step is under way: later plans count on what it will do."""
+        for chunk in chunks:
+            sequence = self._sequences[chunk.key]
+            sequence.num_started += chunk.count
+            sequence.num_ahead += chunk.samples
+            self.pages.promise(chunk.row, chunk.count)
 
     def settle(self, chunk: Chunk, stored: Sequence[int]) -> None:
         """Note that a chunk was computed and how many of its tokens each layer stored.
@@ -182,8 +182,56 @@ class Scheduler:
         if sequence is None or sequence.row is None:
             return
         assert (sequence.row, sequence.num_computed) == (chunk.row, chunk.start), "settled twice"
+        started = sequence.num_started > sequence.num_computed
         sequence.num_computed += chunk.count
-        self.pages.settle(chunk.row, stored)
+        if started:
+            sequence.num_ahead -= chunk.samples
+        else:
+            sequence.num_started = sequence.num_computed
+        self.pages.settle(chunk.row, stored, chunk.count if started else 0)
+
+    def abandon(self, chunk: Chunk, *, restart: bool) -> None:
+        """Take back that a chunk was started: its step failed.
+
+        `restart` where the step may have changed what the cache holds: the sequence starts again.
+        """
+        sequence = self._sequences.get(chunk.key)
+        if sequence is None or sequence.row is None:
+            return
+        if restart:
+            self._preempt(sequence)
+        elif sequence.num_started > sequence.num_computed:
+            sequence.num_started -= chunk.count
+            sequence.num_ahead -= chunk.samples
+            self.pages.withdraw(chunk.row, chunk.count)
+
+    def _plan(self) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        prefills: list[_Sequence] = []
+        num_left = self.max_step_tokens
+        reserve = self.pages.reserve
+        # a copy: whoever lacks pages makes the list shorter
+        for sequence in list(self._running):
+            row, start, num_known = sequence.row, sequence.num_started, sequence.num_expected
+            # preempted a moment ago, or its newest token is not yet known
+            if row is None or start == num_known:
+                continue
+            if start + 1 < num_known or start < sequence.num_prompt:
+                prefills.append(sequence)
+            elif num_left:
+                # everybody planned so far is older, so that nobody planned is preempted
+                while not reserve(row, 1):
+                    youngest = self._running[-1]
+                    self._give_way(youngest)
+                    if youngest is sequence:
+                        break
+                else:
+                    chunks.append(Chunk(sequence.key, row, start, 1, True))
+                    num_left -= 1
+        # usual while all decode: nothing below has work
+        if prefills or self._waiting:
+            self._plan_prefills(prefills, num_left, chunks)
+        return chunks
 
     def _plan_prefills(self, prefills: list[_Sequence], num_left: int, chunks: list[Chunk]) -> None:
         """Add the chunks of sequences that run but do not decode, then admit waiting ones.
@@ -218,10 +266,10 @@ class Scheduler:
 
     def _count_chunk(self, sequence: _Sequence, num_left: int) -> int:
         """Count the tokens of a sequence's next chunk, 0 if it must wait for a later step."""
-        start = sequence.num_computed
-        end = min(start + self.chunk_tokens - start % self.chunk_tokens, sequence.num_known)
+        start = sequence.num_started
         if not self.invariant:
-            return min(end - start, num_left)
+            return min(sequence.num_expected - start, self.chunk_tokens, num_left)
+        end = min(start + self.chunk_tokens - start % self.chunk_tokens, sequence.num_expected)
         count = min(end, sequence.num_prompt) - start if start < sequence.num_prompt else 1
         return count if count <= num_left else 0
 
@@ -240,8 +288,8 @@ class Scheduler:
         return count
 
     def _make_chunk(self, sequence: _Sequence, row: int, count: int) -> Chunk:
-        start = sequence.num_computed
-        return Chunk(sequence.key, row, start, count, start + count == sequence.num_known)
+        start = sequence.num_started
+        return Chunk(sequence.key, row, start, count, start + count == sequence.num_expected)
 
     def _preempt_younger(self, sequence: _Sequence, planned: set[int]) -> bool:
         """Preempt the youngest sequence that came after this one and is not in the plan."""
@@ -251,14 +299,22 @@ class Scheduler:
             if other.arrival > sequence.arrival and other.key not in planned
         ]
         if younger:
-            self._preempt(younger[-1])
+            self._give_way(younger[-1])
         return bool(younger)
+
+    def _give_way(self, sequence: _Sequence) -> None:
+        """Preempt a sequence, unless a step that is under way computes it."""
+        if sequence.num_started > sequence.num_computed:
+            raise _BlockedError
+        self._preempt(sequence)
 
     def _preempt(self, sequence: _Sequence) -> None:
         """Take row and pages from a sequence; it waits before all that came after it."""
         assert sequence.row is not None
         num_owned = sum(map(len, self.pages.tables[sequence.row]))
         num_needed = num_owned + self.pages.count_missing(sequence.row, 1)
+        # no more than it can ever have: steps under way may have asked for more
+        num_needed = min(num_needed, self.pages.count_worst(sequence.max_known))
         sequence.num_needed = max(sequence.num_needed, num_needed)
         self._stop(sequence)
         insort(self._waiting, sequence, key=_get_arrival)
@@ -270,4 +326,4 @@ class Scheduler:
         heappush(self._free_rows, sequence.row)
         self._running.remove(sequence)
         sequence.row = None
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_started = sequence.num_ahead = 0

@@ -3,14 +3,13 @@
 Knows nothing of the model, of the cache or of other samples.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from depthmix.infer.depth import DepthMeter
 from depthmix.infer.results import Alternative, Finish, Sample
-from depthmix.infer.sampling import SamplingParams
+from depthmix.infer.sampling import SamplingParams, Wish
 from depthmix.infer.text import TextStream
 
 
@@ -40,10 +39,23 @@ class Track:
         """Tokens that it made."""
         return len(self.tokens) - self.num_prompt
 
-    def take(self, token: int, logprob: float) -> tuple[str, Finish | None]:
-        """A new token: the text that is certain now, and why it was the last, if it was."""
+    def make_wish(self) -> Wish:
+        """How its next token is drawn."""
+        return Wish(self.params, self.seed, self.num_new, self.tokens, self.seen)
+
+    def take(
+        self, token: int, logprob: float, top: tuple[list[int], list[float]] | None = None
+    ) -> tuple[str, Finish | None]:
+        """A new token: the text that is certain now, and why it was the last, if it was.
+
+        `top` are the most probable tokens at its place and their log-probabilities, of which it
+        may have asked for some.
+        """
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if self.params.logprobs and top is not None:
+            places = zip(top[0][: self.params.logprobs], top[1], strict=False)
+            self.top_logprobs.append(tuple(Alternative(*place) for place in places))
         if self.seen is not None:
             self.seen[token] = True
         if token in self.params.stop_tokens:
@@ -57,14 +69,9 @@ class Track:
                 return text, "stop"
         return text, "length" if self.num_new == self.max_new else None
 
-    def take_alternatives(self, ids: Sequence[int], values: Sequence[float]) -> None:
-        """The most probable tokens at this place, of which it asked for some."""
-        places = zip(ids[: self.params.logprobs], values, strict=False)
-        self.top_logprobs.append(tuple(Alternative(*place) for place in places))
-
-    def end(self, finish: Finish) -> tuple[str, Sample]:
+    def end(self, finish: Finish, error: Exception | None = None) -> tuple[str, Sample]:
         """Text that was held back, and the finished sample."""
-        rest = "" if self.stream is None else self.stream.finish()
+        rest = "" if self.stream is None or error is not None else self.stream.finish()
         wish = self.params.logprobs
         return rest, Sample(
             tokens=tuple(self.tokens[self.num_prompt :]),
@@ -73,4 +80,5 @@ class Track:
             logprobs=None if wish is None else tuple(self.logprobs),
             top_logprobs=tuple(self.top_logprobs) if wish else None,
             depth=self.meter.read(),
+            error=error,
         )

@@ -13,7 +13,7 @@ from depthmix.kernels.cross_entropy import linear_cross_entropy, mean_cross_entr
 from depthmix.kernels.grouped import multiply_groups
 from depthmix.kernels.inverse import gather_tokens, scatter_add_tokens
 from depthmix.kernels.linear import linear
-from depthmix.kernels.paged import attend_pages, store_prompt
+from depthmix.kernels.paged import attend_pages
 from depthmix.kernels.precision import compute_type, stop_autocast
 from depthmix.kernels.reference import pack_tokens, rotate_heads
 
@@ -31,7 +31,6 @@ __all__ = [
     "scatter_add_tokens",
     "select_topk",
     "stop_autocast",
-    "store_prompt",
 ]
 
 HAS_TRITON = find_spec("triton") is not None

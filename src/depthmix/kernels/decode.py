@@ -54,8 +54,10 @@ def _load_numbers(layer, route_of_layer, lengths, lengths_stride, plan: tl.const
 def _decode(
     token,
     position,
+    cache_row,
     table,
     table_stride,
+    table_row_stride,
     lengths,
     lengths_stride,
     logits,
@@ -109,6 +111,10 @@ def _decode(
     in_size: tl.constexpr = (in_cut.num_rows + in_cut.partner) * plan.width
     units: tl.constexpr = unit_cut.num_rows
     down_size: tl.constexpr = down_cut.width * plan.width
+    if cache_row is not None:
+        home = tl.load(cache_row).to(tl.int64)
+        table += home * table_row_stride
+        lengths += home
     at = tl.load(position)
     phase = phase_table + at * heads.width
     forced = (at < first_tokens).to(tl.int32)
@@ -359,19 +365,23 @@ class DecodeStep:
         self,
         token: Int[Tensor, ""] | Int[Tensor, " 1"],
         position: Int[Tensor, ""] | Int[Tensor, " 1"],
-        table: Int[Tensor, "L max_pages"],
-        lengths: Int[Tensor, " L"],
+        table: Int[Tensor, "L *rows max_pages"],
+        lengths: Int[Tensor, "L *rows"],
+        row: Int[Tensor, " 1"] | None = None,
     ) -> Float[Tensor, " V"]:
         """Logits of the next token; the keys and values of `token` are stored where it ran.
 
         `token` becomes the best one, the first of several, and `position` the next one's: where
         nobody says otherwise, a replay goes on from there.
         `table` names each block's pages in order, `lengths` how many tokens are stored in them
-        and counts the new one; both int32, of any stride between blocks. A page for the new token
-        must stand in the table already.
+        and counts the new one; both int32, of any stride between blocks. With `row`, they are those
+        of all rows, and it says which is meant. A page for the new token must stand in the table
+        already.
         """
-        if table.stride(1) != 1:
+        if table.stride(-1) != 1:
             raise ValueError("table must be contiguous along a block's pages")
+        if row is not None and lengths.stride(-1) != 1:
+            raise ValueError("lengths must be contiguous along rows")
         for name, given in (("token", token), ("position", position)):
             if given.dtype != torch.int64:
                 raise ValueError(f"{name} must be int64, not {given.dtype}")
@@ -390,8 +400,10 @@ class DecodeStep:
         _decode[(self.plan.num_programs,)](
             token,
             position,
+            row,
             table,
             table.stride(0),
+            table.stride(-2),
             lengths,
             lengths.stride(0),
             self.logits,

@@ -1,12 +1,12 @@
-"""A paged cache on the device, in shapes that never change: storing a prompt, a decoding step.
+"""A paged cache on the device, in shapes that never change: a decoding step.
 
-In a step every sequence gives at most one key and one query. A routed block's rows are in its cache
+Every sequence gives at most one key and one query. A routed block's rows are in its cache
 only if they were kept, so each row has a length of its own, and who is not kept here costs a
 program that ends at once. On CUDA it is Triton; elsewhere the truth that it must equal.
 """
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 
@@ -80,45 +80,3 @@ def _(*tensors: Tensor) -> Tensor:
     from depthmix.kernels import paged_triton
 
     return paged_triton.attend_pages(*tensors, busy=None)
-
-
-def store_prompt(
-    key: Float[Tensor, "S G H"],
-    value: Float[Tensor, "S G H"],
-    valid: Bool[Tensor, " S"],
-    row: Int[Tensor, " 1"],
-    key_pages: Float[Tensor, "G P page H"],
-    value_pages: Float[Tensor, "G P page H"],
-    table: Int[Tensor, "rows most"],
-) -> None:
-    """Store the valid ones, which come first, as the first tokens of a row."""
-    torch.ops.depthmix.store_prompt(key, value, valid, row, key_pages, value_pages, table)
-
-
-@torch.library.custom_op("depthmix::store_prompt", mutates_args=("key_pages", "value_pages"))
-def _store_prompt(
-    key: Tensor,
-    value: Tensor,
-    valid: Tensor,
-    row: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    table: Tensor,
-) -> None:
-    slot = valid.nonzero()[:, 0]
-    page_size = key_pages.shape[2]
-    page = table[row, slot // page_size]
-    for pages, new in ((key_pages, key), (value_pages, value)):
-        pages[:, page, slot % page_size] = new[slot].transpose(0, 1).to(pages.dtype)
-
-
-@_store_prompt.register_fake
-def _(*tensors: Tensor) -> None:
-    return None
-
-
-@_store_prompt.register_kernel("cuda")
-def _(*tensors: Tensor) -> None:
-    from depthmix.kernels import paged_triton
-
-    paged_triton.store_prompt(*tensors)

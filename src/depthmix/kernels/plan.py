@@ -3,6 +3,7 @@
 Owns the sizes of tiles and the check that everything fits. Knows nothing of the kernel's stages.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from depthmix.kernels.pages_stage import Heads
 from depthmix.kernels.stages import Cut
 
+# shared memory that a program can have on an H200
+SHARED_BYTES = 227 * 1024
 GATES = ("raw", "sigmoid", "tanh1", "unit")
 SELECTORS = ("router", "predictor", "all")
 
@@ -57,8 +60,10 @@ class Weights(NamedTuple):
     head: Float[Tensor, "V D"]
     norm_query: Float[Tensor, "L H"] | None = None
     norm_key: Float[Tensor, "L H"] | None = None
+    qkv_bias: Float[Tensor, "L heads"] | None = None
+    """As the rows of `w_qkv`; the kernel for one sequence does not know it."""
     router: Float[Tensor, "R D"] | None = None
-    """Of the R routed blocks, in order; float32."""
+    """Of the R routed blocks, in order."""
     predictor_in: Float[Tensor, "R P D"] | None = None
     predictor_out: Float[Tensor, "R P"] | None = None
     predictor_bias: Float[Tensor, " R"] | None = None
@@ -99,6 +104,16 @@ class Tuning(NamedTuple):
     """Tokens that attention reads at a time."""
     max_splits: int = 16
     """Parts of the context that are attended to side by side."""
+
+
+@functools.cache
+def find_room(device: torch.device) -> int:
+    """Bytes of shared memory that a program can have; the interpreter has what an H200 has."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    # not every build of torch tells
+    return getattr(properties, "shared_memory_per_block_optin", 48 * 1024)
 
 
 def cut_matrix(
@@ -186,6 +201,8 @@ def check_plan(
     for name, tensor in (*weights._asdict().items(), *pages):
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous")
+    if weights.qkv_bias is not None:
+        raise ValueError("this kernel knows no biases of queries, keys and values")
     if head_width < 16 or head_width & (head_width - 1):
         raise ValueError(f"the head width must be a power of two from 16 on, not {head_width}")
     if rules.num_heads % num_kv_heads:

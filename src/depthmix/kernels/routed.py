@@ -1,10 +1,11 @@
-"""A routed block of a decoding step of many sequences, for those that it keeps.
+"""A block for few tokens: who takes part in it, and products that read each weight once.
 
-Most rows pass by, so the block is bound by reading its weights and by what lies between kernels.
-Here it is one kernel that decides, four products that read each weight once for up to 16 rows, and
-attention over pages. How many rows are kept is known on the device alone: products beyond them end
-at once. What a product multiplies stands ready in the weights' type, so that its loop only loads
-and multiplies. Knows nothing of models: it takes stacked tensors and numbers.
+Few rows leave a block bound by reading its weights and by what lies between kernels. Here it is one
+kernel that decides, and four products that read each weight once for up to 16 rows, with what
+follows from a product in the same kernel. How many rows are kept is known on the device alone:
+products beyond them end at once. What a product multiplies stands ready in the weights' type, so
+that its loop only loads and multiplies. Knows nothing of models: it takes stacked tensors and
+numbers.
 """
 
 from collections.abc import Mapping
@@ -16,14 +17,15 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from depthmix.kernels import paged_triton
-from depthmix.kernels.plan import Rules, Weights
+from depthmix.kernels.plan import Rules, Weights, find_room
 from depthmix.kernels.stages import ROUTER_EPS, apply_gate, gelu, jit
 
 # rows of a matrix product: the fewest that it takes
 BLOCK_ROWS = tl.constexpr(16)
-# how many times as many rows as the capacity asks for may come before attention slows down
-SLACK = 2
+# parts of the predictor's units that are added up at a time, and the most units of a product
+SUMMED, MOST_UNITS = tl.constexpr(8), 64
+# rows that are decided on are looked at in few sizes, because each is compiled
+BLOCKS_DECIDED = (32, 256)
 
 
 class Tuning(NamedTuple):
@@ -42,15 +44,16 @@ class Tuning(NamedTuple):
 
 
 TUNINGS = {
-    "decide": Tuning(num_stages=6),
-    "rotate": Tuning(block_out=32),
-    "swiglu": Tuning(num_stages=3),
+    "decide": Tuning(num_stages=1),
+    "plain": Tuning(block=512, num_stages=3),
+    "swiglu": Tuning(),
     "gelu": Tuning(num_stages=5),
-    "store": Tuning(),
-    "update": Tuning(num_stages=7),
+    "store": Tuning(num_stages=7),
+    "update": Tuning(block=512, num_warps=8, num_stages=7),
 }
-"""By kernel, who decides and the kinds of `_multiply`: the fastest of eight on an H200 at width
-2,048, but for `gelu`, which was not tried."""
+"""By kernel, who decides and the kinds of `_multiply`: the fastest of `benchmarks/rows.py` on an
+H200 at width 2,048, but for `gelu`, which was not tried. Of who decides, only the block of columns
+and the warps count."""
 
 
 @jit
@@ -66,6 +69,104 @@ def _spread_columns(block: tl.constexpr, slices: tl.constexpr):
 
 
 @jit
+def _judge_rows(
+    part_square,
+    part_score,
+    part_unit,
+    w_out,
+    bias,
+    score,
+    wish,
+    group,
+    row,
+    real,
+    width: tl.constexpr,
+    num_units: tl.constexpr,
+    normalize: tl.constexpr,
+    parts: tl.constexpr,
+    passes: tl.constexpr,
+    block_units: tl.constexpr,
+    block_parts: tl.constexpr,
+):
+    """The scores of sixteen rows from the sums over parts of their columns."""
+    number = tl.arange(0, block_parts)[None, :]
+    at = row[:, None] * parts + number
+    there = real[:, None] & (number < parts)
+    # other programs wrote it: the first-level cache is not asked
+    squares = tl.load(part_square + at, mask=there, other=0.0, cache_modifier=".cg")
+    scores = tl.load(part_score + at, mask=there, other=0.0, cache_modifier=".cg")
+    invert = tl.rsqrt(tl.sum(squares, axis=1) / width + ROUTER_EPS)
+    total = tl.sum(scores, axis=1)
+    if normalize:
+        total *= invert
+    tl.store(score + row, total, mask=real)
+    if part_unit is not None:
+        size: tl.constexpr = block_units * BLOCK_ROWS
+        unit = tl.arange(0, block_units)
+        within = unit[:, None] * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
+        some = tl.arange(0, SUMMED)[:, None, None]
+        logit = tl.zeros((BLOCK_ROWS,), tl.float32)
+        for own in tl.static_range(passes):
+            units = tl.zeros((block_units, BLOCK_ROWS), tl.float32)
+            for begin in range(0, parts, SUMMED):
+                place = ((group * parts + begin + some) * passes + own) * size
+                sums = tl.load(
+                    part_unit + place + within[None, :, :],
+                    mask=begin + some < parts,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                units += tl.sum(sums, axis=0)
+            there_unit = own * block_units + unit < num_units
+            weight = tl.load(w_out + own * block_units + unit, mask=there_unit, other=0.0)
+            hidden = gelu(units * invert[None, :])
+            logit += tl.sum(hidden * weight.to(tl.float32)[:, None], axis=0)
+        tl.store(wish + row, logit + tl.load(bias).to(tl.float32), mask=real)
+
+
+@jit
+def _give_places(
+    wish,
+    score,
+    gate,
+    index,
+    slot,
+    first,
+    taken,
+    kept_row,
+    count,
+    home,
+    forced,
+    stayed,
+    num_rows,
+    keep_all: tl.constexpr,
+    gate_kind: tl.constexpr,
+    block_rows: tl.constexpr,
+):
+    """Keep the rows that wish for it, or must be kept; their places are in order."""
+    row = tl.arange(0, block_rows)
+    there = row < num_rows
+    wishes = tl.load(wish + row, mask=there, other=0.0, cache_modifier=".cg")
+    scores = tl.load(score + row, mask=there, other=0.0, cache_modifier=".cg")
+    kept = (home >= 0) & stayed
+    if not keep_all:
+        kept = kept & ((wishes > 0) | forced)
+    place = tl.cumsum(kept.to(tl.int32), axis=0) - 1
+    num_kept = tl.sum(kept.to(tl.int32))
+    tl.store(slot + row, tl.where(kept, place, -1), mask=there)
+    tl.store(taken + row, kept.to(tl.uint8), mask=there)
+    # every row is a chunk of its own
+    tl.store(first + row, place + 1 - kept.to(tl.int32), mask=there)
+    tl.store(first + num_rows, num_kept)
+    tl.store(gate + row, apply_gate(scores, gate_kind), mask=there)
+    nobody = tl.full((block_rows,), -1, tl.int64)
+    tl.store(kept_row + row, nobody, mask=there & (row >= num_kept))
+    tl.store(kept_row + place, home.to(tl.int64), mask=kept)
+    tl.store(index + place, row, mask=kept)
+    tl.store(count, num_kept)
+
+
+@jit
 def _decide(
     x,
     cache_row,
@@ -76,114 +177,131 @@ def _decide(
     w_out,
     bias,
     norm,
-    normed,
-    part_logit,
+    shaped,
+    part_square,
+    part_score,
+    part_unit,
     score,
+    wish,
     gate,
     index,
     slot,
+    first,
+    taken,
     kept_row,
     count,
     arrivals,
     num_rows,
     first_tokens,
-    eps,
     width: tl.constexpr,
     num_units: tl.constexpr,
+    keep_all: tl.constexpr,
     gate_kind: tl.constexpr,
     normalize: tl.constexpr,
     parts: tl.constexpr,
+    passes: tl.constexpr,
     block_units: tl.constexpr,
     block_parts: tl.constexpr,
     block_rows: tl.constexpr,
     block: tl.constexpr,
-    slices: tl.constexpr,
-    num_stages: tl.constexpr,
 ):
     """Score rows; whoever comes last keeps some, in order, and gives them places.
 
-    A program has sixteen rows and a part of the predictor's units, and norms as large a part of
-    those rows' columns. Without a predictor the router's score decides.
+    A program has sixteen rows and a part of their columns, so that nobody reads for long. Who comes
+    last of those that share rows adds their sums up, and the last of these decides. Without a
+    predictor the router's score decides. Rows are also stored times the norm's weights, but for
+    their rms, which nobody knows yet: who multiplies them divides by it.
     """
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    group = tl.program_id(0)
     part = tl.program_id(1)
+    row = group * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = row < num_rows
-    lane = _spread_columns(block, slices)
-    rows = x + row[None, :, None].to(tl.int64) * width + lane
-    unit = part * block_units + tl.arange(0, block_units)
+    column = part * block + tl.arange(0, block)
+    inside = column < width
+    unit = tl.arange(0, block_units)
+    # asked for before the sums: threads meet there, and nothing is asked for across that
+    scale = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    judge = tl.load(router + column, mask=inside, other=0.0).to(tl.float32)
+    everyone = tl.arange(0, block_rows)
+    there = everyone < num_rows
+    home = tl.load(cache_row + everyone, mask=there, other=-1)
+    forced = tl.load(position + everyone, mask=there, other=0) < first_tokens
+    stayed = home >= 0
+    if previous is not None:
+        stayed = tl.load(previous + everyone, mask=there, other=-1) >= 0
+    tile = judge
     if w_in is not None:
-        # those beyond the last are it once more, and weigh nothing
-        w_in += tl.minimum(unit, num_units - 1)[None, :, None].to(tl.int64) * width + lane
-    square = tl.zeros((slices, BLOCK_ROWS, block // slices), tl.float32)
-    total = tl.zeros((slices, BLOCK_ROWS, block // slices), tl.float32)
-    units = tl.zeros((slices, block_units, BLOCK_ROWS), tl.float32)
-    # said aloud: where there is no matrix product, Triton fetches ahead only when it is told to
-    for column in tl.range(0, width, block, num_stages=num_stages):
-        inside = lane + column < width
-        given = tl.load(rows + column, mask=real[None, :, None] & inside, other=0.0)
-        vector = given.to(tl.float32)
-        square += vector * vector
-        total += vector * tl.load(router + column + lane, mask=inside, other=0.0)
-        if w_in is not None:
-            tile = tl.load(w_in + column, mask=inside, other=0.0)
-            given = tl.permute(given.to(tile.dtype), (0, 2, 1))
-            units = tl.dot(tile, given, units, input_precision="ieee")
-    mean = tl.sum(tl.sum(square, axis=2), axis=0) / width
-    invert = tl.rsqrt(mean + ROUTER_EPS)
-    if part == 0:
-        own = tl.sum(tl.sum(total, axis=2), axis=0)
-        if normalize:
-            own *= invert
-        tl.store(score + row, own, mask=real)
+        # units beyond the last are it once more, and weigh nothing
+        w_in += column[None, :]
+        at = tl.minimum(unit, num_units - 1)[:, None] * width
+        tile = tl.load(w_in + at, mask=inside[None, :], other=0.0)
+    at_x = row[:, None].to(tl.int64) * width + column[None, :]
+    mask = real[:, None] & inside[None, :]
+    given = tl.load(x + at_x, mask=mask, other=0.0)
+    vector = given.to(tl.float32)
+    tl.store(part_square + row * parts + part, tl.sum(vector * vector, axis=1), mask=real)
+    tl.store(part_score + row * parts + part, tl.sum(vector * judge[None, :], axis=1), mask=real)
+    size: tl.constexpr = block_units * BLOCK_ROWS
+    within = unit[:, None] * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
     if w_in is not None:
-        hidden = gelu(tl.sum(units, axis=0) * invert[None, :])
-        weight = tl.load(w_out + unit, mask=unit < num_units, other=0.0).to(tl.float32)
-        logit = tl.sum(hidden * weight[:, None], axis=0)
-        tl.store(part_logit + row * parts + part, logit, mask=real)
+        given = tl.trans(given.to(tile.dtype))
+        for number in tl.static_range(passes):
+            if number > 0:
+                at = tl.minimum(number * block_units + unit, num_units - 1)[:, None] * width
+                tile = tl.load(w_in + at, mask=inside[None, :], other=0.0)
+            units = tl.dot(tile, given, input_precision="ieee")
+            to = part_unit + ((group * parts + part) * passes + number) * size
+            tl.store(to + within, units)
+    # all threads have stored before the first one says so
     tl.debug_barrier()
-    num_programs = tl.num_programs(0) * parts
-    if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
+    arrived = tl.atomic_add(arrivals + 1 + group, 1, sem="acq_rel", scope="gpu")
+    # nobody waits for this one
+    tl.store(shaped + at_x, (vector * scale[None, :]).to(shaped.dtype.element_ty), mask=mask)
+    if arrived == parts - 1:
         tl.debug_barrier()
-        everyone = tl.arange(0, block_rows)
-        there = everyone < num_rows
-        home = tl.load(cache_row + everyone, mask=there, other=-1)
-        scores = tl.load(score + everyone, mask=there, other=0.0, cache_modifier=".cg")
-        wish = scores
-        if w_in is not None:
-            number = tl.arange(0, block_parts)[None, :]
-            logits = tl.load(
-                part_logit + everyone[:, None] * parts + number,
-                mask=there[:, None] & (number < parts),
-                other=0.0,
-                cache_modifier=".cg",
+        tl.store(arrivals + 1 + group, 0)
+        _judge_rows(
+            part_square,
+            part_score,
+            None if w_in is None else part_unit,
+            w_out,
+            bias,
+            score,
+            wish,
+            group,
+            row,
+            real,
+            width,
+            num_units,
+            normalize,
+            parts,
+            passes,
+            block_units,
+            block_parts,
+        )
+        tl.debug_barrier()
+        num_groups = tl.num_programs(0)
+        if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_groups - 1:
+            tl.debug_barrier()
+            tl.store(arrivals, 0)
+            _give_places(
+                score if w_in is None else wish,
+                score,
+                gate,
+                index,
+                slot,
+                first,
+                taken,
+                kept_row,
+                count,
+                home,
+                forced,
+                stayed,
+                num_rows,
+                keep_all,
+                gate_kind,
+                block_rows,
             )
-            wish = tl.sum(logits, axis=1) + tl.load(bias).to(tl.float32)
-        forced = tl.load(position + everyone, mask=there, other=0) < first_tokens
-        kept = (home >= 0) & ((wish > 0) | forced)
-        if previous is not None:
-            kept = kept & (tl.load(previous + everyone, mask=there, other=-1) >= 0)
-        place = tl.cumsum(kept.to(tl.int32), axis=0) - 1
-        num_kept = tl.sum(kept.to(tl.int32))
-        tl.store(slot + everyone, tl.where(kept, place, -1).to(tl.int64), mask=there)
-        tl.store(gate + everyone, apply_gate(scores, gate_kind), mask=there)
-        nobody = tl.full((block_rows,), -1, tl.int64)
-        tl.store(kept_row + everyone, nobody, mask=there & (everyone >= num_kept))
-        tl.store(kept_row + place, home.to(tl.int64), mask=kept)
-        tl.store(index + place, everyone, mask=kept)
-        tl.store(count, num_kept)
-        tl.store(arrivals, 0)
-    # after the arrival, which would wait for what is stored before it
-    scale = tl.rsqrt(mean + eps)[:, None]
-    share: tl.constexpr = (width + parts - 1) // parts
-    end = tl.minimum((part + 1) * share, width)
-    for first in range(part * share, end, block):
-        own = first + tl.arange(0, block)
-        at = row[:, None].to(tl.int64) * width + own[None, :]
-        inside = own < end
-        vector = tl.load(x + at, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        vector *= scale * tl.load(norm + own, mask=inside, other=0.0).to(tl.float32)[None, :]
-        vector = vector.to(normed.dtype.element_ty)
-        tl.store(normed + at, vector, mask=real[:, None] & inside[None, :])
 
 
 @jit
@@ -201,19 +319,18 @@ def _multiply(
     count,
     x,
     gate,
-    phase,
     norm,
     more,
     shaped,
+    given_square,
     part_square,
-    norm_heads,
+    num_first,
     eps,
     width: tl.constexpr,
     num_out: tl.constexpr,
     kind: tl.constexpr,
-    num_heads: tl.constexpr,
-    num_rotated: tl.constexpr,
-    half: tl.constexpr,
+    gathers: tl.constexpr,
+    prepares: tl.constexpr,
     parts: tl.constexpr,
     block_parts: tl.constexpr,
     block_out: tl.constexpr,
@@ -222,54 +339,45 @@ def _multiply(
 ):
     """weight · source for the kept rows, and what follows from it.
 
-    `rotate` takes rows by `index`, pairs the halves of a head and turns queries and keys, after
-    their norm where there is one; a program then has all of a head. `store` keeps the product as
-    `more` in float32, and the sum s of x and it as the next one needs it: s · norm, and the sum of
-    squares over this program's part of s. `swiglu` pairs gate and up rows, `gelu` has one of each,
-    and both divide by the rms of s only after the product, which comes to the same. `update` adds
-    gate · (more + product) to x.
+    `plain` is the product, of rows by `index` where it `gathers`. `store` keeps it as `more` in
+    float32, and prepares the sum s of x and it for the next product: s · norm, and the sum of
+    squares over this program's part of s. `swiglu` pairs gate and up rows, `gelu` has one of each.
+    `update` adds gate · (more + product) to x, and where it `prepares`, treats that as `store`
+    does. Rows that were prepared in `parts` are divided by their rms only after the product, which
+    comes to the same.
     """
-    paired: tl.constexpr = kind == "rotate" or kind == "swiglu"
+    paired: tl.constexpr = kind == "swiglu"
     program = tl.program_id(0)
-    head = 0
-    most_out: tl.constexpr = half if kind == "rotate" else num_out
     lane_out = program * block_out + tl.arange(0, block_out)
-    if kind == "rotate":
-        blocks: tl.constexpr = (half + block_out - 1) // block_out
-        head = program // blocks
-        lane_out = program % blocks * block_out + tl.arange(0, block_out)
-        weight += head.to(tl.int64) * 2 * half * width
-        out += head * 2 * half
-    inside_out = (lane_out < most_out)[:, None]
+    inside_out = (lane_out < num_out)[:, None]
     lane = _spread_columns(block, slices)
     # rows beyond the last are it once more, so that loads need no mask for them
-    weight += tl.minimum(lane_out, most_out - 1)[None, :, None].to(tl.int64) * width + lane
-    partner = weight + most_out * width
+    weight += tl.minimum(lane_out, num_out - 1)[None, :, None].to(tl.int64) * width + lane
+    partner = weight + num_out * width
     # volatile, or it would be read after the number of rows; beyond that they are any rows
-    row = tl.load(index + tl.arange(0, BLOCK_ROWS), volatile=True)
+    number_row = tl.arange(0, BLOCK_ROWS)
+    row = tl.load(index + number_row, mask=number_row < num_first, other=0, volatile=True)
     num_kept = tl.load(count)
+    scales: tl.constexpr = parts > 0
+    stores: tl.constexpr = kind == "store" or prepares
     for first in range(0, num_kept, BLOCK_ROWS):
         place = first + tl.arange(0, BLOCK_ROWS)
         real = place < num_kept
-        next_row = tl.load(index + place + BLOCK_ROWS)
+        next_place = place + BLOCK_ROWS
+        next_row = tl.load(index + next_place, mask=next_place < num_kept, other=0)
         inside = real[None, :] & inside_out
         at = place[None, :] * num_out + lane_out[:, None]
         at_x = row[None, :].to(tl.int64) * num_out + lane_out[:, None]
+        origin = row if gathers else place
         # what follows the product is asked for before it, and has arrived when the loop ends
-        rotates: tl.constexpr = kind == "rotate"
-        turn = phase + row[None, :] * 2 * half + lane_out[:, None]
-        cos = _load_if(rotates, turn, inside)
-        sin = _load_if(rotates, turn + half, inside)
         old = _load_if(kind == "store" or kind == "update", x + at_x, inside)
-        scale = _load_if(kind == "store", norm + lane_out, lane_out < most_out)
+        scale = _load_if(stores, norm + lane_out, lane_out < num_out)
         before = _load_if(kind == "update", more + at, inside)
         factor = _load_if(kind == "update", gate + row, real)
         number = tl.arange(0, block_parts)[:, None]
         there = real[None, :] & (number < parts)
-        activates: tl.constexpr = kind == "swiglu" or kind == "gelu"
-        squares = _load_if(activates, part_square + place[None, :] * parts + number, there)
+        squares = _load_if(scales, given_square + origin[None, :] * parts + number, there)
 
-        origin = row if kind == "rotate" else place
         rows = source + origin[None, :, None].to(tl.int64) * width + lane
         total = tl.zeros((slices, block_out, BLOCK_ROWS), tl.float32)
         second = tl.zeros((slices, block_out, BLOCK_ROWS), tl.float32)
@@ -291,153 +399,124 @@ def _multiply(
         total = tl.sum(total, axis=0)
         if paired:
             second = tl.sum(second, axis=0)
-        if kind == "rotate":
-            if head < num_rotated:
-                if norm_heads is not None:
-                    energy = tl.where(inside, total * total + second * second, 0.0)
-                    invert = tl.rsqrt(tl.sum(energy, axis=0) / (2 * half) + eps)[None, :]
-                    # those of queries, then those of keys
-                    weights = norm_heads + (head // num_heads) * 2 * half + lane_out
-                    here = lane_out < half
-                    scale_low = tl.load(weights, mask=here, other=0.0).to(tl.float32)
-                    scale_high = tl.load(weights + half, mask=here, other=0.0).to(tl.float32)
-                    total *= invert * scale_low[:, None]
-                    second *= invert * scale_high[:, None]
-                turned = total * cos - second * sin
-                second = second * cos + total * sin
-                total = turned
-            tl.store(out + at + half, second.to(out.dtype.element_ty), mask=inside)
-        elif kind == "store":
-            new = tl.where(inside, old.to(tl.float32) + total, 0.0)
-            ready = new * scale.to(tl.float32)[:, None]
-            tl.store(shaped + at, ready.to(shaped.dtype.element_ty), mask=inside)
-            square = tl.sum(new * new, axis=0)
-            tl.store(part_square + place * parts + program, square, mask=real)
-        elif kind == "update":
-            total = old.to(tl.float32) + factor[None, :] * (before + total)
-            at = at_x
-        else:
+        if scales:
             invert = tl.rsqrt(tl.sum(squares, axis=0) / width + eps)[None, :]
             total *= invert
-            if kind == "swiglu":
-                total = total * tl.sigmoid(total) * (second * invert)
-            else:
-                total = gelu(total)
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+            if paired:
+                second *= invert
+        if kind == "swiglu":
+            total = total * tl.sigmoid(total) * second
+        elif kind == "gelu":
+            total = gelu(total)
+        new = total
+        if kind == "store":
+            new = old.to(tl.float32) + total
+        elif kind == "update":
+            total = old.to(tl.float32) + factor[None, :] * (before + total)
+            new = total
+        if stores:
+            new = tl.where(inside, new, 0.0)
+            ready = new * scale.to(tl.float32)[:, None]
+            tl.store(shaped + at, ready.to(shaped.dtype.element_ty), mask=inside)
+            own_parts = tl.num_programs(0)
+            square = tl.sum(new * new, axis=0)
+            tl.store(part_square + place * own_parts + program, square, mask=real)
+        to = at_x if kind == "update" else at
+        tl.store(out + to, total.to(out.dtype.element_ty), mask=inside)
         row = next_row
 
 
-class RoutedRows:
-    """The routed blocks of a step of up to `num_rows` sequences; made to be captured."""
+class Places(NamedTuple):
+    """Who takes part in a block: its tokens stand in places, in order."""
+
+    index: Int[Tensor, " P"]
+    """Token of each place."""
+    count: Int[Tensor, " 1"]
+    """Places that are taken."""
+    gate: Float[Tensor, " T"]
+    """What multiplies a token's update."""
+    slot: Int[Tensor, " T"]
+    """A token's place, -1 where it passes by."""
+    first: Int[Tensor, " chunks_and_one"]
+    """Place of each chunk's first token, and in the end the count."""
+    taken: Int[Tensor, " T"]
+    """1 where a token takes part, as a byte for the host."""
+    alone: Int[Tensor, " alone"]
+    """Row of a place whose token is alone in its row, else -1."""
+
+
+class FewRows:
+    """Blocks of steps of up to `num_rows` tokens; made to be captured."""
 
     def __init__(
         self,
         weights: Weights,
         rules: Rules,
         num_rows: int,
-        capacity: float,
         tunings: Mapping[str, Tuning] | None = None,
     ) -> None:
         """`tunings` take the place of some of `TUNINGS`."""
         self.weights, self.rules, self.num_rows = weights, rules, num_rows
         device, dtype = weights.embedding.device, weights.embedding.dtype
-        self.tunings = {**TUNINGS, **(tunings or {})}
-        self.norm_heads = None
-        if weights.norm_query is not None and weights.norm_key is not None:
-            self.norm_heads = torch.stack([weights.norm_query, weights.norm_key], dim=1)
-            half, tuning = self.norm_heads.shape[2] // 2, self.tunings["rotate"]
-            block_out = max(tuning.block_out, triton.next_power_of_2(half))
-            self.tunings["rotate"] = tuning._replace(block_out=block_out)
-        if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
-            # not every build of torch tells
-            room = getattr(properties, "shared_memory_per_block_optin", 48 * 1024)
-            self.tunings = {k: limit_stages(k, t, room) for k, t in self.tunings.items()}
+        chosen, room = {**TUNINGS, **(tunings or {})}, find_room(device)
+        self.tunings = {kind: limit_stages(kind, t, room) for kind, t in chosen.items()}
         self.width, self.mlp_width = weights.embedding.shape[1], weights.w_mlp_out.shape[2]
-        self.num_projected = weights.w_qkv.shape[1]
         self.kind_in = "swiglu" if weights.w_in.shape[1] == 2 * self.mlp_width else "gelu"
-        self.busy = min(num_rows, max(1, round(SLACK * capacity * num_rows)))
         w_in = weights.predictor_in if rules.selector == "predictor" else None
         self.num_units = 0 if w_in is None else w_in.shape[1]
 
         def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)
 
-        # programs that share out a row: the predictor's units, and the sum of its squares
-        self.parts = max(1, triton.cdiv(self.num_units, self.tunings["decide"].block_out))
-        self.square_parts = triton.cdiv(self.width, self.tunings["store"].block_out)
-        self.part_logit = make(num_rows, self.parts)
-        self.part_square = make(num_rows, self.square_parts)
-        self.score, self.gate = make(num_rows), make(num_rows)
-        self.count, self.arrivals = (make(1, dtype=torch.int32) for _ in range(2))
-        # products look at sixteen places beyond the last
-        self.index = make(num_rows + 2 * BLOCK_ROWS.value, dtype=torch.int32)
-        self.kept_row = make(num_rows, dtype=torch.int64)
-        self.normed, self.shaped = (make(num_rows, self.width, dtype=dtype) for _ in range(2))
-        self.qkv = make(num_rows, self.num_projected, dtype=dtype)
+        # programs that share out a row: its columns, its norm's parts, its update's
+        tuning = self.tunings["decide"]
+        self.decided = _fit_columns(tuning, self.width, weights.embedding.element_size())["block"]
+        self.parts = triton.cdiv(self.width, self.decided)
+        self.block_units = min(MOST_UNITS, max(16, triton.next_power_of_2(self.num_units)))
+        self.passes = triton.cdiv(self.num_units, self.block_units)
+        self.num_parts = {
+            kind: triton.cdiv(self.width, self.tunings[kind].block_out)
+            for kind in ("store", "update")
+        }
+        num_groups = triton.cdiv(num_rows, BLOCK_ROWS.value)
+        size = self.passes * self.block_units * BLOCK_ROWS.value
+        self.part_unit = make(num_groups * self.parts * size)
+        self.part_score = make(num_rows, self.parts)
+        self.given_square = make(num_rows, self.parts)
+        self.part_square = make(num_rows * max(self.num_parts.values()))
+        self.score, self.wish = make(num_rows), make(num_rows)
+        # of all, and of those that share rows: every launch leaves zeros
+        self.arrivals = make(1 + num_groups, dtype=torch.int32)
+        self.shaped = make(num_rows, self.width, dtype=dtype)
         self.more = make(num_rows, self.width)
         self.hidden = make(num_rows, self.mlp_width, dtype=dtype)
-
-    def __call__(
-        self,
-        x: Float[Tensor, "B D"],
-        layer: int,
-        phase: Float[Tensor, "B 2 half"],
-        position: Int[Tensor, " B"],
-        cache_row: Int[Tensor, " B"],
-        previous: Int[Tensor, " B"] | None,
-        key_pages: Float[Tensor, "G pages page H"],
-        value_pages: Float[Tensor, "G pages page H"],
-        table: Int[Tensor, "rows most"],
-        lengths: Int[Tensor, " rows"],
-    ) -> Int[Tensor, " B"]:
-        """Update x in place; the place of each row among those kept, -1 where it passed by.
-
-        `cache_row` is -1 where there is no token; `previous` are the last routed block's places,
-        where who left does not return.
-        """
-        slot = self.decide(x, layer, position, cache_row, previous)
-        self.multiply("rotate", self.normed, layer, x, phase)
-        num_groups, head_width = key_pages.shape[0], key_pages.shape[3]
-        queries, keys, values = self.qkv.unflatten(1, (-1, head_width)).split(
-            [self.rules.num_heads, num_groups, num_groups], dim=1
-        )
-        mixed = paged_triton.attend_pages(
-            queries,
-            keys,
-            values,
-            self.kept_row,
-            self.kept_row,
-            key_pages,
-            value_pages,
-            table,
-            lengths,
-            busy=self.busy,
-        )
-        self.multiply("store", mixed, layer, x)
-        self.multiply(self.kind_in, self.shaped, layer, x)
-        self.multiply("update", self.hidden, layer, x)
-        return slot
 
     def decide(
         self,
         x: Float[Tensor, "B D"],
         layer: int,
         position: Int[Tensor, " B"],
-        cache_row: Int[Tensor, " B"],
+        row: Int[Tensor, " B"],
         previous: Int[Tensor, " B"] | None,
-    ) -> Int[Tensor, " B"]:
-        """Choose rows and give them places, which are returned; norm all of them."""
-        weights, rules = self.weights, self.rules
+        places: Places,
+        normed: Float[Tensor, "B D"],
+    ) -> None:
+        """Choose rows, give them `places`, and prepare all of them for the first product.
+
+        `row` is -1 where there is no token; `previous` are the last routed block's slots, where who
+        left does not return. `normed` gets rows times the norm's weights, see `multiply`.
+        """
+        weights, rules, num_rows = self.weights, self.rules, x.shape[0]
         route = rules.routed_layers.index(layer)
         assert weights.router is not None
-        slot = torch.empty(self.num_rows, device=x.device, dtype=torch.int64)
+        assert num_rows <= self.num_rows
         heads = [weights.predictor_in, weights.predictor_out, weights.predictor_bias]
         w_in, w_out, bias = (t[route] if t is not None and self.num_units else None for t in heads)
-        tuning = self.tunings["decide"]
-        _decide[(triton.cdiv(self.num_rows, BLOCK_ROWS.value), self.parts)](
+        few, many = BLOCKS_DECIDED
+        wanted = few if num_rows <= few else max(many, triton.next_power_of_2(num_rows))
+        _decide[(triton.cdiv(num_rows, BLOCK_ROWS.value), self.parts)](
             x,
-            cache_row,
+            row,
             previous,
             position,
             weights.router[route],
@@ -445,75 +524,109 @@ class RoutedRows:
             w_out,
             bias,
             weights.norm_attention[layer],
-            self.normed,
-            self.part_logit,
+            normed,
+            self.given_square,
+            self.part_score,
+            self.part_unit,
             self.score,
-            self.gate,
-            self.index,
-            slot,
-            self.kept_row,
-            self.count,
+            self.wish,
+            places.gate,
+            places.index,
+            places.slot,
+            places.first,
+            places.taken,
+            places.alone,
+            places.count,
             self.arrivals,
-            self.num_rows,
+            num_rows,
             rules.first_tokens,
-            rules.norm_eps,
             self.width,
             self.num_units,
+            rules.selector == "all",
             rules.gate,
             rules.normalize,
             self.parts,
-            block_units=tuning.block_out,
+            self.passes,
+            block_units=self.block_units,
             block_parts=triton.next_power_of_2(self.parts),
-            block_rows=triton.next_power_of_2(self.num_rows),
-            **_fit_columns(tuning, self.width, x.element_size()),
+            block_rows=wanted,
+            block=self.decided,
+            num_warps=self.tunings["decide"].num_warps,
         )
-        return slot
 
     def multiply(
-        self, kind: str, source: Tensor, layer: int, x: Tensor, phase: Tensor | None = None
+        self,
+        kind: str,
+        source: Float[Tensor, "P K"],
+        weight: Float[Tensor, "N K"],
+        out: Float[Tensor, "P N"],
+        places: Places,
+        *,
+        x: Float[Tensor, "T D"] | None = None,
+        norm: Float[Tensor, " D"] | None = None,
+        prepared: str | None = None,
+        gathers: bool = False,
     ) -> None:
-        """One of the block's products, with what follows from it; see `_multiply`."""
-        weights = self.weights
-        stacked, out = {
-            "rotate": (weights.w_qkv, self.qkv),
-            "store": (weights.w_attn_out, self.more),
-            self.kind_in: (weights.w_in, self.hidden),
-            "update": (weights.w_mlp_out, x),
-        }[kind]
-        weight, tuning = stacked[layer], self.tunings[kind]
+        """One of a block's products for the places that are taken, see `_multiply`.
+
+        `prepared` names who prepared the source: `decide`, or a kind. An `update` with a `norm`
+        prepares x for a product that follows.
+        """
+        tuning = self.tunings[kind]
         num_out, width = out.shape[1], weight.shape[1]
-        num_programs, half, num_rotated = triton.cdiv(num_out, tuning.block_out), 1, 0
-        if phase is not None:
-            half, num_heads = phase.shape[2], self.rules.num_heads
-            num_all = num_out // (2 * half)
-            num_rotated = num_heads + (num_all - num_heads) // 2
-            num_programs = num_all * triton.cdiv(half, tuning.block_out)
-        _multiply[(num_programs,)](
+        assert source.is_contiguous()
+        assert out.is_contiguous()
+        x = out if x is None else x
+        parts, given_square = 0, self.part_square
+        if prepared == "decide":
+            parts, given_square = self.parts, self.given_square
+        elif prepared is not None:
+            parts = self.num_parts[prepared]
+        columns = _fit_columns(tuning, width, weight.element_size())
+        _multiply[(triton.cdiv(num_out, tuning.block_out),)](
             source,
             weight,
             out,
-            self.index,
-            self.count,
+            places.index,
+            places.count,
             x,
-            self.gate,
-            weights.phase_table if phase is None else phase,
-            weights.norm_mlp[layer],
+            places.gate,
+            self.weights.norm if norm is None else norm,
             self.more,
             self.shaped,
+            given_square,
             self.part_square,
-            None if self.norm_heads is None or phase is None else self.norm_heads[layer],
+            min(BLOCK_ROWS.value, places.index.shape[0]),
             self.rules.norm_eps,
             width,
             num_out,
             kind,
-            self.rules.num_heads,
-            num_rotated,
-            half,
-            self.square_parts,
-            block_parts=triton.next_power_of_2(self.square_parts),
+            gathers,
+            prepares=kind == "update" and norm is not None,
+            parts=parts,
+            block_parts=triton.next_power_of_2(max(1, parts)),
             block_out=tuning.block_out,
-            **_fit_columns(tuning, width, weight.element_size()),
+            **columns,
         )
+
+    def finish_block(
+        self,
+        x: Float[Tensor, "T D"],
+        layer: int,
+        mixed: Float[Tensor, "P mixed"],
+        places: Places,
+        next_norm: Float[Tensor, " D"] | None = None,
+    ) -> None:
+        """What follows attention in a block: its output, the MLP, and the update of x.
+
+        With the norm of what follows the block, x is prepared for it in `shaped`.
+        """
+        weights = self.weights
+        norm = weights.norm_mlp[layer]
+        w_in, w_mlp_out = weights.w_in[layer], weights.w_mlp_out[layer]
+        self.multiply("store", mixed, weights.w_attn_out[layer], self.more, places, x=x, norm=norm)
+        self.multiply(self.kind_in, self.shaped, w_in, self.hidden, places, prepared="store")
+        self.multiply("update", self.hidden, w_mlp_out, x, places, norm=next_norm)
 
 
 def limit_stages(kind: str, tuning: Tuning, room: int) -> Tuning:
@@ -521,7 +634,7 @@ def limit_stages(kind: str, tuning: Tuning, room: int) -> Tuning:
 
     Those of an H200 hold 227 KiB, those of a desktop card 99.
     """
-    num_rows = tuning.block_out * (2 if kind in ("rotate", "swiglu") else 1) + BLOCK_ROWS.value
+    num_rows = tuning.block_out * (2 if kind == "swiglu" else 1) + BLOCK_ROWS.value
     # 16 bits each; where numbers have more, a block has fewer columns. The router has 32.
     num_bytes = 2 * tuning.block * (num_rows + (2 if kind == "decide" else 0))
     return tuning._replace(num_stages=min(tuning.num_stages, 1 + room // num_bytes))

@@ -261,7 +261,7 @@ def score_token(x, weight, width: tl.constexpr, block: tl.constexpr, normalize: 
         lane = column + tl.arange(0, block)
         inside = lane < width
         vector = tl.load(x + lane, mask=inside, other=0.0, cache_modifier=".cg")
-        total += vector * tl.load(weight + lane, mask=inside, other=0.0)
+        total += vector * tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
         square += vector * vector
     score = tl.sum(total)
     if normalize:

@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from depthmix.infer.cache import PagedCache
-from depthmix.infer.decode import SingleKernel, SingleStep
 from depthmix.infer.pages import Pages
 from depthmix.nn import Transformer
 from variants import make_config, make_model, make_tokens
 
-single = pytest.importorskip("depthmix.infer.single")
+layout = pytest.importorskip("depthmix.infer.layout")
+decode = pytest.importorskip("depthmix.kernels.decode")
 
 # the kernel wants heads of 16 at least
 SIZE: dict[str, Any] = {"width": 32, "num_heads": 2, "num_kv_heads": 1, "num_layers": 3}
@@ -29,7 +30,7 @@ def test_a_model_does_not_notice_that_it_is_stacked(name: str) -> None:
     tokens = make_tokens(model.config, 2, 9)
     before, weights_before = model(tokens).logits, dict(model.state_dict())
     weights_before = {key: value.clone() for key, value in weights_before.items()}
-    single.stack_weights(model)
+    layout.stack_weights(model)
     assert torch.equal(model(tokens).logits, before)
     after = model.state_dict()
     assert after.keys() == weights_before.keys()
@@ -41,8 +42,9 @@ def test_a_model_does_not_notice_that_it_is_stacked(name: str) -> None:
 def test_matrices_are_there_once(name: str) -> None:
     """Each large parameter is a part of a stacked tensor, and all parts together are the whole."""
     model = make(name)
-    weights = single.stack_weights(model)
-    stacked = (weights.w_qkv, weights.w_attn_out, weights.w_in, weights.w_mlp_out)
+    weights = layout.stack_weights(model)
+    outside = ("embedding", "phase_table", "norm", "head")
+    stacked = [t for n, t in weights._asdict().items() if t is not None and n not in outside]
     places = {tensor.untyped_storage().data_ptr(): tensor.numel() for tensor in stacked}
     found = dict.fromkeys(places, 0)
     for key, parameter in model.named_parameters():
@@ -50,9 +52,9 @@ def test_matrices_are_there_once(name: str) -> None:
         if place in found:
             found[place] += parameter.numel()
         else:
-            assert parameter.dim() == 1 or not key.startswith("layers") or "decider" in key, key
+            assert not key.startswith("layers"), key
     assert found == places
-    assert len(found) == 4
+    assert len(found) == len(stacked)
     # a change of one is a change of the other
     before = model(make_tokens(model.config, 1, 5)).logits
     weights.w_mlp_out[-1] *= 2
@@ -61,7 +63,7 @@ def test_matrices_are_there_once(name: str) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_head_is_the_embedding(tied: bool) -> None:
-    weights = single.stack_weights(make("mod", tied_head=tied))
+    weights = layout.stack_weights(make("mod", tied_head=tied))
     assert (weights.head.data_ptr() == weights.embedding.data_ptr()) == tied
     assert torch.equal(weights.head, weights.embedding) == tied
 
@@ -76,31 +78,28 @@ def test_a_tied_head_is_the_embedding(tied: bool) -> None:
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU, in Triton's interpreter")
-def test_a_single_step_equals_the_model(name: str, selector: str | None) -> None:
+def test_the_kernel_for_one_sequence_equals_the_model(name: str, selector: str | None) -> None:
     """One row of several; the best token is the next one's input."""
     # a tied head would only repeat the first token
     model, num_tokens, row = make(name, tied_head=False), 4, 1
     config = model.config
     pages = Pages(40, 2, config.num_layers, 3)
-    cache = PagedCache(config, pages, device=torch.device("cpu"), dtype=torch.float32)
-    # the kernel's layout, in which a CPU's cache is not
-    shape = cache.key.transpose(0, 1).shape
-    cache.key, cache.value = (torch.full(shape, torch.nan).transpose(0, 1) for _ in range(2))
+    cache = PagedCache(config, pages, device=torch.device("cpu"), dtype=torch.float32, by_page=True)
+    for pool in (cache.key, cache.value):
+        pool.fill_(torch.nan)
     # the first row's pages are not the ones that are used
     assert pages.reserve(0, 1)
     assert pages.reserve(row, num_tokens)
     cache.follow(pages.drain_changes())
-    layout = (cache.key.transpose(0, 1), cache.value.transpose(0, 1))
-    kernel = single.make_single_step(config, single.stack_weights(model), selector, *layout)
-    assert isinstance(kernel, SingleKernel)
-    step = SingleStep(model, cache, kernel, row)
-    tokens = [13]
-    step.send(tokens, [0], [row])
-    logits, told = [], []
+    pools = (cache.key.transpose(0, 1), cache.value.transpose(0, 1))
+    rules = layout.make_rules(config, selector)
+    kernel = decode.DecodeStep(layout.stack_weights(model), rules, *pools)
+    token, position = torch.tensor([13]), torch.tensor([0])
+    tokens, logits, told = [13], [], []
     for _ in range(num_tokens):
-        outputs = step.run()
-        logits.append(outputs.logits[0].clone())
-        told.append(outputs.told[:, 0].tolist())
+        found = kernel(token, position, cache.tables, cache.lengths, torch.tensor([row]))
+        logits.append(found.clone())
+        told.append(kernel.told.tolist())
         tokens.append(told[-1][0])
     output = model(torch.tensor([tokens[:-1]]), selector=selector)
     torch.testing.assert_close(torch.stack(logits), output.logits[0], rtol=0, atol=1e-4)
@@ -116,3 +115,36 @@ def test_a_single_step_equals_the_model(name: str, selector: str | None) -> None
         lengths[layer] = sum(path)
     nothing = [0] * config.num_layers
     assert cache.lengths.T.tolist() == [nothing, lengths, nothing]
+
+
+def test_engines_share_the_stacks_of_a_model() -> None:
+    model = make("mod")
+    stacks = layout.find_stacks(model)
+    assert layout.find_stacks(model) is stacks
+    # in place, as an optimiser does it
+    with torch.no_grad():
+        model.norm.weight.mul_(2)
+        model.get_parameter("layers.0.norm_mlp.weight").mul_(3)
+    assert torch.equal(stacks.weights.norm, model.norm.weight)
+    norm = model.get_parameter("layers.0.norm_mlp.weight")
+    assert torch.equal(stacks.weights.norm_mlp[0], norm)
+    assert stacks.are_current()
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_weights_that_moved_are_stacked_anew(replace: bool) -> None:
+    model = make("mod")
+    stacks = layout.find_stacks(model)
+    if replace:
+        old = model.get_parameter("layers.0.mlp.w_up.weight")
+        model.get_submodule("layers.0.mlp.w_up").weight = nn.Parameter(torch.ones_like(old))
+    else:
+        model.to(torch.float64)
+    assert not stacks.are_current()
+    other = layout.find_stacks(model)
+    assert other.are_current()
+    assert other.weights.w_in.dtype == model.embedding.weight.dtype
+    # whoever holds the old ones can still read them
+    torch.testing.assert_close(
+        stacks.weights.w_mlp_out.to(other.weights.w_in.dtype), other.weights.w_mlp_out
+    )

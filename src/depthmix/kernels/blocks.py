@@ -1,0 +1,398 @@
+"""All blocks of a model for the tokens of one step, by kernels that never ask the host.
+
+A step's tokens belong to several sequences and stand one after the other, cut into chunks: first
+those that are alone in their row, as in decoding, then parts of prompts. Each block has places for
+the tokens that take part in it. How many there are is known on the device, and what lies beyond
+them ends at once, so that a routed block costs what it keeps.
+
+Owns the order of the kernels and their buffers. Knows nothing of models, of graphs or of sampling:
+it takes stacked tensors and numbers.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from depthmix.kernels import chunks, places
+from depthmix.kernels.plan import Rules, Weights
+from depthmix.kernels.routed import BLOCK_ROWS, FewRows, Places
+
+# tokens of a step, or places of a routed block in it, up to which products of few rows are faster
+FEW_TOKENS, FEW_PLACES = 16, 32
+# how many times as many rows as the capacity asks for may come before attention slows down
+SLACK = 2
+
+
+class Tokens(NamedTuple):
+    """What a step is about, on the device; -1 stands for nobody."""
+
+    given: Int[Tensor, " T"]
+    """Each token, or -1 for the newest of its row."""
+    row: Int[Tensor, " T"]
+    """Its row of the cache."""
+    position: Int[Tensor, " T"]
+    chunk: Int[Tensor, " T"]
+    """The chunk that it belongs to."""
+    begin: Int[Tensor, " chunks_and_one"]
+    """First token of each chunk, and in the end the number of tokens."""
+    chunk_row: Int[Tensor, " chunks"]
+    """Row of each chunk."""
+    num_tokens: Int[Tensor, " 1"]
+    sampled: Int[Tensor, " S"]
+    """Tokens whose logits are asked for, the first ones of so many."""
+    num_sampled: Int[Tensor, " 1"]
+
+
+class Pools(NamedTuple):
+    """The cache: see `chunks` for its layout."""
+
+    key: Float[Tensor, "G pages page H"]
+    value: Float[Tensor, "G pages page H"]
+    tables: Int[Tensor, "L rows most"]
+    lengths: Int[Tensor, "L rows"]
+
+
+class Blocks:
+    """Runs steps of up to `most_tokens` tokens over one cache, one step at a time."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        rules: Rules,
+        pools: Pools,
+        capacities: Sequence[float],
+        *,
+        most_tokens: int,
+        most_sampled: int,
+        newest: Int[Tensor, " rows"],
+    ) -> None:
+        """`newest` is where the newest token of each row stands."""
+        self.newest = newest
+        self.weights, self.rules, self.pools = weights, rules, pools
+        device, dtype = weights.embedding.device, weights.embedding.dtype
+        num_classes, width = weights.embedding.shape
+        num_layers, num_projected = weights.w_qkv.shape[:2]
+        mlp_width, num_in = weights.w_mlp_out.shape[2], weights.w_in.shape[1]
+        self.kind_in = "swiglu" if num_in == 2 * mlp_width else "gelu"
+        self.capacity = dict(zip(rules.routed_layers, capacities, strict=True))
+        self.few = FewRows(weights, rules, min(most_tokens, max(256, most_sampled)))
+
+        def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, device=device, dtype=dtype)
+
+        self.token = make(most_tokens, dtype=torch.int64)
+        self.x, self.update, self.more = (make(most_tokens, width) for _ in range(3))
+        self.normed = make(max(most_tokens, most_sampled), width)
+        self.qkv = make(most_tokens, num_projected)
+        self.mixed = make(most_tokens, weights.w_attn_out.shape[2])
+        self.wide = make(most_tokens, num_in)
+        self.hidden = make(most_tokens, mlp_width)
+        # rows of whole cache lines: a product that writes others takes eight times as long
+        self.logits = make(most_sampled, -(-num_classes // 64) * 64)[:, :num_classes]
+        self.few_logits = make(FEW_TOKENS, num_classes)
+        self.score, self.wish = (make(most_tokens, dtype=torch.float32) for _ in range(2))
+        self.ones = torch.ones(most_tokens, device=device)
+        # products look at so many at least
+        num_places = max(most_tokens, most_sampled, BLOCK_ROWS.value)
+        self.order = torch.arange(num_places, device=device, dtype=torch.int32)
+        self.index = make(num_places, dtype=torch.int32)
+        self.count = make(1, dtype=torch.int32)
+        self.gate = make(most_tokens, dtype=torch.float32)
+        # of this block and the last one, where who left does not return
+        self.slots = make(2, most_tokens, dtype=torch.int32)
+        route_of_layer = [-1] * num_layers
+        for route, layer in enumerate(rules.routed_layers):
+            route_of_layer[layer] = route
+        self.route_of_layer = torch.tensor(route_of_layer, device=device, dtype=torch.int32)
+
+    def run(
+        self, tokens: Tokens, taken: Int[Tensor, "R T"], *, num_alone: int, num_chunks: int
+    ) -> Float[Tensor, "S V"]:
+        """Logits of the tokens that are asked for; `taken` tells which routed blocks each took.
+
+        The first `num_alone` chunks hold a token each, or none; `num_chunks` more may hold many.
+        """
+        weights, rules, pools = self.weights, self.rules, self.pools
+        x = self.begin(tokens)
+        everyone = Places(
+            index=self.order,
+            count=tokens.num_tokens,
+            gate=self.ones,
+            slot=self.order,
+            first=tokens.begin,
+            taken=taken[:0],
+            alone=tokens.chunk_row[:num_alone],
+        )
+        num_routes = len(rules.routed_layers)
+        firsts = torch.empty(
+            (num_routes, tokens.begin.shape[0]), device=x.device, dtype=torch.int32
+        )
+        is_prepared = False
+        for layer in range(weights.w_qkv.shape[0]):
+            if layer in self.capacity:
+                self._run_routed(layer, x, tokens, taken, firsts, num_alone, num_chunks)
+                is_prepared = False
+            else:
+                is_prepared = self._run_dense(layer, x, tokens, everyone, num_chunks, is_prepared)
+        places.end_step(firsts, tokens.begin, tokens.chunk_row, self.route_of_layer, pools.lengths)
+        return self._make_logits(x, tokens, is_prepared)
+
+    def begin(self, tokens: Tokens) -> Float[Tensor, "T D"]:
+        """Find the step's tokens and their embeddings; sequences that begin have an empty cache."""
+        num_tokens = tokens.given.shape[0]
+        x = self.x[:num_tokens]
+        places.begin_step(
+            tokens.given,
+            self.newest,
+            tokens.row,
+            tokens.position,
+            tokens.begin,
+            tokens.chunk_row,
+            tokens.num_tokens,
+            self.weights.embedding,
+            self.pools.lengths,
+            self.token[:num_tokens],
+            x,
+        )
+        return x
+
+    def _run_dense(
+        self,
+        layer: int,
+        x: Tensor,
+        tokens: Tokens,
+        everyone: Places,
+        num_chunks: int,
+        is_prepared: bool,
+    ) -> bool:
+        """One dense block; whether x is prepared for what follows, as `is_prepared` says for it."""
+        weights, eps, num_tokens = self.weights, self.rules.norm_eps, x.shape[0]
+        normed, qkv = self.normed[:num_tokens], self.qkv[:num_tokens]
+        mixed = self.mixed[:num_tokens]
+        count = tokens.num_tokens
+        if not is_prepared:
+            places.normalize_places(x, None, count, weights.norm_attention[layer], eps, normed)
+        if num_tokens <= FEW_TOKENS:
+            source, prepared = (self.few.shaped, "update") if is_prepared else (normed, None)
+            w_qkv = weights.w_qkv[layer]
+            self.few.multiply("plain", source, w_qkv, qkv, everyone, prepared=prepared)
+            self._attend(layer, qkv, mixed, tokens, everyone, num_chunks, None)
+            next_norm = self._find_norm(layer + 1, tokens)
+            self.few.finish_block(x, layer, mixed, everyone, next_norm)
+            return next_norm is not None
+        torch.mm(normed, weights.w_qkv[layer].T, out=qkv)
+        self._attend(layer, qkv, mixed, tokens, everyone, num_chunks, None)
+        update, more = self.update[:num_tokens], self.more[:num_tokens]
+        torch.mm(mixed, weights.w_attn_out[layer].T, out=update)
+        norm = weights.norm_mlp[layer]
+        places.add_and_normalize(x, None, count, update, norm, eps, normed, keep=True)
+        wide, hidden = self.wide[:num_tokens], self.hidden[:num_tokens]
+        torch.mm(normed, weights.w_in[layer].T, out=wide)
+        places.activate_places(wide, count, hidden, self.kind_in)
+        torch.mm(hidden, weights.w_mlp_out[layer].T, out=more)
+        places.add_update(x, None, count, None, None, more)
+        return False
+
+    def _find_norm(self, layer: int, tokens: Tokens) -> Tensor | None:
+        """The norm that all tokens meet next, where one follows: of a dense block or the head."""
+        if layer in self.capacity:
+            return None
+        if layer < self.weights.w_qkv.shape[0]:
+            return self.weights.norm_attention[layer]
+        return self.weights.norm if tokens.sampled.shape[0] <= FEW_TOKENS else None
+
+    def _run_routed(
+        self,
+        layer: int,
+        x: Tensor,
+        tokens: Tokens,
+        taken: Tensor,
+        firsts: Tensor,
+        num_alone: int,
+        num_chunks: int,
+    ) -> None:
+        weights, eps, num_tokens = self.weights, self.rules.norm_eps, x.shape[0]
+        route = self.rules.routed_layers.index(layer)
+        expected = max(1, round(self.capacity[layer] * num_tokens))
+        kept = Places(
+            index=self.index,
+            count=self.count,
+            gate=self.gate[:num_tokens],
+            slot=self.slots[route % 2, :num_tokens],
+            first=firsts[route],
+            taken=taken[route],
+            # one for each block: it may have been written after a kernel that reads it was asked
+            alone=torch.empty(num_alone, device=x.device, dtype=torch.int64),
+        )
+        previous = None
+        if self.rules.early_exit and route > 0:
+            previous = self.slots[(route - 1) % 2, :num_tokens]
+        normed, qkv = self.normed[:num_tokens], self.qkv[:num_tokens]
+        mixed = self.mixed[:num_tokens]
+        # in a step without prompts every token is a chunk of its own
+        gathers = num_chunks == 0 and num_tokens <= self.few.num_rows
+        if gathers:
+            self.few.decide(x, layer, tokens.position, tokens.row, previous, kept, normed)
+        else:
+            self._decide(layer, route, x, tokens, previous, kept)
+            norm = weights.norm_attention[layer]
+            places.normalize_places(x, kept.index, kept.count, norm, eps, normed)
+        # those who are alone, of whom a block keeps its share
+        busy = max(1, round(SLACK * self.capacity[layer] * num_alone))
+        if gathers or (expected <= FEW_PLACES and num_tokens <= self.few.num_rows):
+            w_qkv, prepared = weights.w_qkv[layer], "decide" if gathers else None
+            self.few.multiply("plain", normed, w_qkv, qkv, kept, prepared=prepared, gathers=gathers)
+            self._attend(layer, qkv, mixed, tokens, kept, num_chunks, busy)
+            self.few.finish_block(x, layer, mixed, kept)
+            return
+        self._multiply(normed, weights.w_qkv[layer], qkv, kept, expected)
+        self._attend(layer, qkv, mixed, tokens, kept, num_chunks, busy)
+        update, more = self.update[:num_tokens], self.more[:num_tokens]
+        self._multiply(mixed, weights.w_attn_out[layer], update, kept, expected)
+        norm = weights.norm_mlp[layer]
+        places.add_and_normalize(x, kept.index, kept.count, update, norm, eps, normed, keep=False)
+        wide, hidden = self.wide[:num_tokens], self.hidden[:num_tokens]
+        self._multiply(normed, weights.w_in[layer], wide, kept, expected)
+        places.activate_places(wide, kept.count, hidden, self.kind_in)
+        self._multiply(hidden, weights.w_mlp_out[layer], more, kept, expected)
+        places.add_update(x, kept.index, kept.count, kept.gate, update, more)
+
+    def _decide(
+        self,
+        layer: int,
+        route: int,
+        x: Tensor,
+        tokens: Tokens,
+        previous: Tensor | None,
+        kept: Places,
+    ) -> None:
+        weights, rules, num_tokens = self.weights, self.rules, x.shape[0]
+        score, wish = self.score[:num_tokens], self.wish[:num_tokens]
+        assert weights.router is not None
+        heads = [weights.predictor_in, weights.predictor_out, weights.predictor_bias]
+        asked = rules.selector == "predictor"
+        w_in, w_out, bias = (t[route] if t is not None and asked else None for t in heads)
+        places.score_tokens(
+            x,
+            weights.router[route],
+            w_in,
+            w_out,
+            bias,
+            tokens.num_tokens,
+            score,
+            wish,
+            normalize=rules.normalize,
+        )
+        places.pack_tokens(
+            self.ones[:num_tokens] if rules.selector == "all" else wish,
+            score,
+            tokens.row,
+            tokens.position,
+            previous,
+            tokens.begin,
+            tokens.num_tokens,
+            rules.first_tokens,
+            kept.index,
+            kept.slot,
+            kept.first,
+            kept.count,
+            kept.gate,
+            kept.alone,
+            kept.taken,
+            gate_kind=rules.gate,
+        )
+
+    def _multiply(
+        self, source: Tensor, weight: Tensor, out: Tensor, kept: Places, expected: int
+    ) -> None:
+        places.multiply_places(source, weight, out, kept.count, expected=expected)
+
+    def _attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        mixed: Tensor,
+        tokens: Tokens,
+        kept: Places,
+        num_chunks: int,
+        busy: int | None,
+    ) -> None:
+        weights, rules, pools = self.weights, self.rules, self.pools
+        norms = (weights.norm_query, weights.norm_key)
+        norm_query, norm_key = (None if norm is None else norm[layer] for norm in norms)
+        pages = (pools.key, pools.value)
+        table, lengths = pools.tables[layer], pools.lengths[layer]
+        chunks.rotate_and_store(
+            qkv,
+            kept.index,
+            kept.count,
+            tokens.row,
+            tokens.position,
+            tokens.chunk,
+            kept.first,
+            weights.phase_table,
+            norm_query,
+            norm_key,
+            None if weights.qkv_bias is None else weights.qkv_bias[layer],
+            rules.norm_eps,
+            *pages,
+            table,
+            lengths,
+            num_heads=rules.num_heads,
+        )
+        num_alone = kept.alone.shape[0]
+        if num_alone:
+            chunks.attend_tokens(
+                qkv,
+                mixed,
+                kept.alone,
+                lengths,
+                *pages,
+                table,
+                num_heads=rules.num_heads,
+                busy=busy,
+                num_places=num_alone,
+                count=kept.count,
+            )
+        if num_chunks:
+            chunks.attend_chunks(
+                qkv,
+                mixed,
+                kept.first,
+                tokens.chunk_row,
+                lengths,
+                *pages,
+                table,
+                num_heads=rules.num_heads,
+                first_chunk=num_alone,
+                max_places=qkv.shape[0],
+                expected=max(1, round(self.capacity.get(layer, 1.0) * qkv.shape[0])),
+            )
+
+    def _make_logits(self, x: Tensor, tokens: Tokens, is_prepared: bool) -> Float[Tensor, "S V"]:
+        weights, num_sampled = self.weights, tokens.sampled.shape[0]
+        normed, logits = self.normed[:num_sampled], self.logits[:num_sampled]
+        eps, count = self.rules.norm_eps, tokens.num_sampled
+        if not is_prepared:
+            places.normalize_places(x, tokens.sampled, count, weights.norm, eps, normed)
+        if num_sampled > FEW_TOKENS:
+            torch.mm(normed, weights.head.T, out=logits)
+            return logits
+        asked = Places(
+            tokens.sampled if is_prepared else self.order,
+            count,
+            self.ones,
+            self.order,
+            self.order,
+            taken=self.order,
+            alone=self.order,
+        )
+        logits = self.few_logits[:num_sampled]
+        source, prepared = (self.few.shaped, "update") if is_prepared else (normed, None)
+        self.few.multiply(
+            "plain", source, weights.head, logits, asked, prepared=prepared, gathers=is_prepared
+        )
+        return logits

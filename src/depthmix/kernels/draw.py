@@ -1,0 +1,1074 @@
+"""How a step draws its tokens on the device: penalty, temperature, filters, noise, log-probability.
+
+Owns what drawing keeps of every cache row, and three kernels that share out a row's vocabulary
+between programs and never sort. They follow `infer.sampling.sample` token by token. What is far
+below the best token can neither win nor weigh, so the rest is cut into narrow bins; where a filter
+ends is then known up to one bin. Whoever would win without filters is looked for beside, in float32
+and exactly only among those that are close: mostly a filter keeps it, and the row is done.
+Knows nothing of requests, of caches and of models.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from depthmix.kernels.stages import LOWEST_RANK, find_ranked, jit
+
+# tokens at a time; sums of log-probabilities are cut here and nowhere else, whatever the parts
+BLOCK = tl.constexpr(1024)
+# Noise lies between -3.7 and 36.8, so a token 41 below the best one can never win, and from 29 on
+# its mass is 0. 4096 bins of 1/96 end at 42.7: what lies beyond may be left out of everything.
+BINS = tl.constexpr(4096)
+BINS_EACH = tl.constexpr(96.0)
+# Of two chances whose ratio is nearer to 1 than this, float32 does not know the larger one: each is
+# wrong by less than 3e-5 of itself (see `_find_chance`).
+CLOSE = tl.constexpr(1 - 2.0**-12)
+# below the chance of everybody who has one: exp(-42.7) / 36.8
+_LEAST_CHANCE = tl.constexpr(1e-30)
+# tokens at the edge of a filter that are written down; of more, the whole row is read again
+MOST_LISTED = tl.constexpr(4096)
+# int64 numbers of a row that `_weigh` tells `_sift`
+PLAN = tl.constexpr(8)
+
+_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+# a lower temperature parts no two scores more than this one does, and would have no inverse
+_COLDEST = tl.constexpr(1e-300)
+_NO_ID = tl.constexpr(2**31 - 1)
+# 2^52: adding it to a smaller float64 rounds that to a whole number, half to even
+_ROUNDER = tl.constexpr(2.0**52)
+_ROUNDER_BITS = tl.constexpr(0x4330000000000000)
+# SplitMix64's constants, as int64 has them
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
+_FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
+_SECOND = tl.constexpr(0x94D049BB133111EB - 2**64)
+# 1.5 * 2^52: adding it leaves a whole number, negative ones too, in the lowest bits
+_WHOLE = tl.constexpr(1.5 * 2.0**52)
+
+
+@jit
+def _mix(x):
+    """SplitMix64's step."""
+    # `>>` alone repeats the sign bit
+    x = x + _GOLDEN
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _FIRST
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _SECOND
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+@jit
+def _draw_bits(key, token):
+    """The 52 random bits of tokens, above 12 others."""
+    return _mix((key + token.to(tl.int64)) * _GOLDEN)
+
+
+@jit
+def _draw_gumbel(key, token):
+    """Gumbel noise of tokens, float64."""
+    bits = _draw_bits(key, token)
+    uniform = (((bits >> 12) & ((1 << 52) - 1)).to(tl.float64) + 0.5) * (2.0**-52)
+    return -tl.log(-tl.log(uniform))
+
+
+@jit
+def _find_chance(key, token, shifted):
+    """exp(score + noise), in float32: who has the largest has the largest sum.
+
+    That is exp(score) / -log(u), of which each factor is precise, so the quotient is: exp by 6e-6,
+    its argument being rounded at 43 or less; the logarithm by 2e-5, as long as nothing cancels.
+    Close to 1, u has lost in float32 what its logarithm is about, but 1 - u is known exactly.
+    """
+    bits = _draw_bits(key, token)
+    is_upper = bits < 0
+    # u or 1 - u, whichever is at most a half
+    near = ((bits ^ (bits >> 63)) >> 12) & ((1 << 52) - 1)
+    near = (near.to(tl.float32) + 0.5) * (2.0**-52)
+    wait = -tl.log(tl.where(is_upper, 1.0 - near, near))
+    series = near * (1.0 + near * (1.0 / 2 + near * (1.0 / 3 + near * (1.0 / 4))))
+    wait = tl.where(is_upper & (near < 2.0**-6), series, wait)
+    return tl.exp(shifted.to(tl.float32)) / wait
+
+
+@jit
+def _make_order(score):
+    """int32 in the order of the scores, of which none is NaN; both zeros are one."""
+    bits = score.to(tl.int32, bitcast=True)
+    bits = tl.where(score == 0.0, 0, bits)
+    # floats are in the order of their bits, but negative ones the other way round
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def _make_rank(order, token):
+    """A number that is larger for a higher score, and for a lower id of two that are equal."""
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@jit
+def _find_score(rank):
+    """The score that a rank was made of."""
+    order = (rank >> 32).to(tl.int32)
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@jit
+def _load_scores(logits, seen, penalty, token, inside):
+    """Raw logits of these tokens, and their scores: penalised, and never NaN or +inf."""
+    raw = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32)
+    score = raw
+    if seen is not None:  # noqa: SIM102 - known when the kernel is compiled, the other is not
+        # by 1 nothing changes, not even by rounding
+        if penalty != 1.0:
+            marked = tl.load(seen + token, mask=inside, other=0) != 0
+            wide = raw.to(tl.float64)
+            wide = tl.where(raw > 0, wide / penalty, wide * penalty)
+            score = tl.where(marked, wide.to(tl.float32), score)
+    score = tl.where(score == score, score, float("-inf"))
+    return raw, tl.minimum(score, _LARGEST)
+
+
+@jit
+def _shift_scores(score, top, temperature):
+    """Log-probabilities less the best one's, float64."""
+    below = score.to(tl.float64) - top
+    # a division in three steps and without branches, rounded as the slow one is
+    inverse = 1.0 / temperature
+    quotient = below * inverse
+    better = tl.fma(tl.fma(-quotient, temperature, below), inverse, quotient)
+    # -inf leaves no remainder
+    return tl.where(better == better, better, quotient)
+
+
+@jit
+def _find_bin(shifted):
+    """The bin of a token, int32; `BINS` for those that are in none."""
+    return tl.minimum(shifted.to(tl.float32) * -BINS_EACH, BINS * 1.0).to(tl.int32)
+
+
+@jit
+def _take_power(shifted, doublings: tl.constexpr):
+    """exp(shifted) * 2^doublings of what is in a bin, float64; of others, anything.
+
+    What libdevice's exp does, step by step, but for its branches, which cost more than all else.
+    """
+    one = tl.full((), 1.0, tl.float64)
+    power = tl.fma(
+        shifted,
+        tl.full((), 1.4426950408889634, tl.float64),
+        tl.full((), _WHOLE, tl.float64),
+    )
+    whole = power - tl.full((), _WHOLE, tl.float64)
+    rest = tl.fma(whole, tl.full((), -0.6931471805599453, tl.float64), shifted)
+    rest = tl.fma(whole, tl.full((), -2.3190468138462996e-17, tl.float64), rest)
+    sum = tl.fma(
+        rest,
+        tl.full((), 2.502232253650299e-08, tl.float64),
+        tl.full((), 2.763090348817311e-07, tl.float64),
+    )
+    sum = tl.fma(sum, rest, tl.full((), 2.755751454588244e-06, tl.float64))
+    sum = tl.fma(sum, rest, tl.full((), 2.4801491039099165e-05, tl.float64))
+    sum = tl.fma(sum, rest, tl.full((), 0.00019841269589115497, tl.float64))
+    sum = tl.fma(sum, rest, tl.full((), 0.001388888894591638, tl.float64))
+    sum = tl.fma(sum, rest, tl.full((), 0.008333333333455043, tl.float64))
+    sum = tl.fma(sum, rest, tl.full((), 0.041666666666519754, tl.float64))
+    sum = tl.fma(sum, rest, tl.full((), 0.16666666666666477, tl.float64))
+    sum = tl.fma(sum, rest, tl.full((), 0.5000000000000012, tl.float64))
+    sum = tl.fma(sum, rest, one)
+    sum = tl.fma(sum, rest, one)
+    bits = sum.to(tl.int64, bitcast=True) + (power.to(tl.int64, bitcast=True) << 52)
+    return (bits + (doublings << 52)).to(tl.float64, bitcast=True)
+
+
+@jit
+def _find_mass(shifted):
+    """Probability by the best one's as a whole number, which adds up alike in any order."""
+    rounded = _take_power(shifted, 40) + tl.full((), _ROUNDER, tl.float64)
+    mass = rounded.to(tl.int64, bitcast=True) - _ROUNDER_BITS
+    return tl.where(shifted > -40.0, mass, 0)
+
+
+@jit
+def _reach_share(shifted, min_p):
+    """Whether tokens are probable enough for min_p; of those in no bin, anything."""
+    return _take_power(shifted, 0) >= min_p
+
+
+@jit
+def _count(mask):
+    """How many are true."""
+    return tl.sum(mask.to(tl.int32), axis=0)
+
+
+@jit
+def _find_best(value, token):
+    """The largest of many values and its token, the lowest id of equals."""
+    best = tl.max(value, axis=0)
+    return best, tl.min(tl.where(value == best, token, _NO_ID), axis=0)
+
+
+@jit
+def _find_value(token, inside, logits, seen, penalty, top, temperature, key):
+    """Score and noise of single tokens, float64; -inf for those that are not there."""
+    _, score = _load_scores(logits, seen, penalty, token, inside)
+    value = _shift_scores(score, top, temperature) + _draw_gumbel(key, token)
+    return tl.where(inside, value, float("-inf"))
+
+
+@jit
+def _keep_better(
+    best, best_token, chance, token, logits, seen, penalty, top, temperature, key, vocab
+):
+    """The best of a block and of the blocks before it, which have the lower ids.
+
+    Its chance and its id; where nobody has any, 0 and an id that no token has.
+    """
+    block_best = tl.max(chance, axis=0)
+    bound = tl.maximum(tl.maximum(best, block_best) * CLOSE, _LEAST_CHANCE)
+    if block_best >= bound:
+        close = chance >= bound
+        first = tl.min(tl.where(close, token, _NO_ID), axis=0)
+        if (_count(close) == 1) & (best < bound):
+            best = block_best
+            best_token = first
+        else:
+            # one after another, lowest id first
+            candidate = tl.where(best >= bound, best_token, first)
+            chosen = candidate
+            best_value = tl.full((), float("-inf"), tl.float64)
+            while candidate < _NO_ID:
+                value = _find_value(
+                    candidate,
+                    candidate < vocab,
+                    logits,
+                    seen,
+                    penalty,
+                    top,
+                    temperature,
+                    key,
+                )
+                chosen = tl.where(value > best_value, candidate, chosen)
+                best_value = tl.maximum(best_value, value)
+                later = close & (token > candidate)
+                candidate = tl.min(tl.where(later, token, _NO_ID), axis=0)
+            own = tl.max(tl.where(token == chosen, chance, 0.0), axis=0)
+            best = tl.where(chosen == best_token, best, own)
+            best_token = chosen
+    return best, best_token
+
+
+@jit
+def _join_parts(
+    part_chance,
+    part_token,
+    logits,
+    seen,
+    penalty,
+    top,
+    temperature,
+    key,
+    vocab,
+    parts: tl.constexpr,
+):
+    """The best of what the programs of a row found, or an id that no token has."""
+    part = tl.arange(0, parts)
+    chance = tl.load(part_chance + part, cache_modifier=".cg")
+    token = tl.load(part_token + part, cache_modifier=".cg")
+    close = chance >= tl.maximum(tl.max(chance, axis=0) * CLOSE, _LEAST_CHANCE)
+    winner = tl.min(tl.where(close, token, _NO_ID), axis=0)
+    if _count(close) > 1:
+        value = _find_value(
+            token,
+            close & (token < vocab),
+            logits,
+            seen,
+            penalty,
+            top,
+            temperature,
+            key,
+        )
+        _, winner = _find_best(value, token)
+    return winner
+
+
+@jit
+def _share_blocks(part, vocab: tl.constexpr, parts: tl.constexpr):
+    """First and end of a program's blocks."""
+    blocks: tl.constexpr = (vocab + BLOCK - 1) // BLOCK
+    each: tl.constexpr = (blocks + parts - 1) // parts
+    first = part * each
+    return first, tl.minimum(first + each, blocks)
+
+
+@jit
+def _arrive_last(arrivals, place, parts: tl.constexpr):
+    """Whether all other programs of the row have stored what they found."""
+    # all threads have stored before the first one says so
+    tl.debug_barrier()
+    before = tl.atomic_add(arrivals + place, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    return before == parts - 1
+
+
+@jit
+def _find_logprob(
+    logits, block_top, block_sum, token, vocab: tl.constexpr, block_blocks: tl.constexpr
+):
+    """Log-probability as the model itself has it; `logits` and the blocks' sums are a row's."""
+    blocks: tl.constexpr = (vocab + BLOCK - 1) // BLOCK
+    number = tl.arange(0, block_blocks)
+    tops = tl.load(block_top + number, mask=number < blocks, other=-_LARGEST)
+    sums = tl.load(block_sum + number, mask=number < blocks, other=0.0)
+    top = tl.max(tops, axis=0)
+    total = tl.sum(sums * tl.exp(tops - top), axis=0)
+    return tl.load(logits + token).to(tl.float32) - top - tl.log(total)
+
+
+@jit
+def _finish(
+    place, row, token, logprob, step, counts, tokens, seen, out_token, out_logprob, num_rows, vocab
+):
+    """Tell the token, and keep what the row's next one needs."""
+    tl.store(out_token + place, token.to(tl.int64))
+    tl.store(out_logprob + place, logprob)
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(counts + 2 * num_rows + row, step + 1)
+    if seen is not None:
+        tl.store(seen + row * vocab + token, 1)
+
+
+@jit
+def _rank_tokens(
+    logits,
+    row_of,
+    shares,
+    counts,
+    tokens,
+    seen,
+    block_rank,
+    block_top,
+    block_sum,
+    arrivals,
+    out_token,
+    out_logprob,
+    stride,
+    num_rows,
+    vocab: tl.constexpr,
+    parts: tl.constexpr,
+    block_blocks: tl.constexpr,
+    plain: tl.constexpr,
+):
+    """Of each block the best token, and the sum that log-probabilities need.
+
+    `plain` wants the best token alone: whoever comes last tells it.
+    """
+    blocks: tl.constexpr = (vocab + BLOCK - 1) // BLOCK
+    part = tl.program_id(0)
+    place = tl.program_id(1).to(tl.int64)
+    row = tl.load(row_of + place)
+    if row < 0:
+        if part == 0:
+            tl.store(out_token + place, tl.full((), 0, tl.int64))
+            tl.store(out_logprob + place, 0.0)
+        return
+    logits += place * stride
+    block_rank += place * blocks
+    own_seen = seen
+    penalty = tl.full((), 1.0, tl.float64)
+    if seen is not None:
+        own_seen = seen + row * vocab
+        if not plain:
+            penalty = tl.load(shares + 3 * num_rows + row)
+    first, end = _share_blocks(part, vocab, parts)
+    for number in range(first, end):
+        token = number * BLOCK + tl.arange(0, BLOCK)
+        inside = token < vocab
+        raw, score = _load_scores(logits, own_seen, penalty, token, inside)
+        rank = tl.where(inside, _make_rank(_make_order(score), token), LOWEST_RANK)
+        tl.store(block_rank + number, tl.max(rank, axis=0))
+        if not plain:
+            # finite, or a block of -inf would be inf - inf
+            top = tl.maximum(tl.max(raw, axis=0), -_LARGEST)
+            tl.store(block_top + place * blocks + number, top)
+            tl.store(block_sum + place * blocks + number, tl.sum(tl.exp(raw - top), axis=0))
+    if plain:  # noqa: SIM102 - the same
+        if _arrive_last(arrivals, place, parts):
+            every = tl.arange(0, block_blocks)
+            ranks = tl.load(
+                block_rank + every,
+                mask=every < blocks,
+                other=LOWEST_RANK,
+                cache_modifier=".cg",
+            )
+            best = find_ranked(tl.max(ranks, axis=0))
+            step = tl.load(counts + 2 * num_rows + row)
+            _finish(
+                place,
+                row,
+                best,
+                0.0,
+                step,
+                counts,
+                tokens,
+                seen,
+                out_token,
+                out_logprob,
+                num_rows,
+                vocab,
+            )
+            tl.store(arrivals + place, 0)
+
+
+@jit
+def _weigh(
+    logits,
+    row_of,
+    shares,
+    counts,
+    tokens,
+    seen,
+    block_rank,
+    block_top,
+    block_sum,
+    part_chance,
+    part_token,
+    part_mass,
+    bin_count,
+    bin_mass,
+    plan,
+    arrivals,
+    out_token,
+    out_logprob,
+    stride,
+    num_rows,
+    vocab: tl.constexpr,
+    parts: tl.constexpr,
+    block_blocks: tl.constexpr,
+):
+    """Draw where neither top_k nor top_p refuses the winner; else find the bins where they end.
+
+    A filter keeps all tokens before a certain one, highest score first and lowest id first of
+    equals. Bins before `low` are kept whole, those after `high` not at all. With both filters, what
+    top_p is a share of depends on where in its bin top_k ends, so there may be several between.
+    """
+    blocks: tl.constexpr = (vocab + BLOCK - 1) // BLOCK
+    part = tl.program_id(0)
+    place = tl.program_id(1).to(tl.int64)
+    row = tl.load(row_of + place)
+    if row < 0:
+        return
+    temperature = tl.load(shares + row)
+    top_p = tl.load(shares + num_rows + row)
+    min_p = tl.load(shares + 2 * num_rows + row)
+    penalty = tl.load(shares + 3 * num_rows + row)
+    top_k = tl.load(counts + row)
+    seed = tl.load(counts + num_rows + row)
+    step = tl.load(counts + 2 * num_rows + row)
+    every = tl.arange(0, block_blocks)
+    ranks = tl.load(block_rank + place * blocks + every, mask=every < blocks, other=LOWEST_RANK)
+    best_rank = tl.max(ranks, axis=0)
+    top = _find_score(best_rank)
+    logits += place * stride
+    block_top += place * blocks
+    block_sum += place * blocks
+    plan += place * PLAN
+    if (temperature == 0) | (top == float("-inf")):
+        # every filter keeps the best one
+        if part == 0:
+            token = find_ranked(best_rank)
+            logprob = _find_logprob(logits, block_top, block_sum, token, vocab, block_blocks)
+            _finish(
+                place,
+                row,
+                token,
+                logprob,
+                step,
+                counts,
+                tokens,
+                seen,
+                out_token,
+                out_logprob,
+                num_rows,
+                vocab,
+            )
+            tl.store(plan, tl.full((), 0, tl.int64))
+        return
+    temperature = tl.maximum(temperature, _COLDEST)
+    has_k = (top_k > 0) & (top_k < vocab)
+    has_p = top_p < 1
+    own_seen = seen
+    if seen is not None:
+        own_seen = seen + row * vocab
+    part_chance += place * 2 * parts
+    part_token += place * 2 * parts
+    part_mass += place * parts
+    bin_count += place * BINS
+    bin_mass += place * BINS
+    # If all tokens from a bin on, even if that were the whole vocabulary, weigh less than what
+    # top_p alone leaves out, it ends before them. A nat more is room for rounding.
+    left_out = tl.maximum(((1 - top_p) / vocab).to(tl.float32), 1e-37)
+    last_bin = tl.minimum((1.0 - tl.log(left_out)) * BINS_EACH, BINS - 1.0).to(tl.int32)
+    last_bin = tl.where(has_k, BINS - 1, last_bin)
+    key = _mix(_mix(seed) + step)
+    best = tl.full((), 0.0, tl.float32)
+    best_token = tl.full((), _NO_ID, tl.int32)
+    masses = tl.zeros((BLOCK,), tl.int64)
+    first, end = _share_blocks(part, vocab, parts)
+    for number in range(first, end):
+        token = number * BLOCK + tl.arange(0, BLOCK)
+        _, score = _load_scores(logits, own_seen, penalty, token, token < vocab)
+        shifted = _shift_scores(score, top, temperature)
+        bin = _find_bin(shifted)
+        shown = (token < vocab) & (bin < BINS)
+        if has_k:
+            one = tl.full((BLOCK,), 1, tl.int32)
+            tl.atomic_add(bin_count + bin, one, mask=shown, sem="relaxed")
+        if has_p:
+            mass = tl.where(shown, _find_mass(shifted), 0)
+            masses += mass
+            heavy = (mass > 0) & (bin <= last_bin)
+            tl.atomic_add(bin_mass + bin, mass, mask=heavy, sem="relaxed")
+        chance = tl.where(shown, _find_chance(key, token, shifted), 0.0)
+        if min_p > 0:
+            chance = tl.where(_reach_share(shifted, min_p), chance, 0.0)
+        best, best_token = _keep_better(
+            best,
+            best_token,
+            chance,
+            token,
+            logits,
+            own_seen,
+            penalty,
+            top,
+            temperature,
+            key,
+            vocab,
+        )
+    tl.store(part_chance + part, best)
+    tl.store(part_token + part, best_token)
+    if has_p:
+        tl.store(part_mass + part, tl.sum(masses, axis=0))
+    if _arrive_last(arrivals, place, parts):
+        bin = tl.arange(0, BINS)
+        # asked for before anything is waited for
+        with_count = bin < tl.where(has_k, BINS, 0)
+        with_mass = bin < tl.where(has_p, BINS, 0)
+        count = tl.load(bin_count + bin, mask=with_count, other=0, cache_modifier=".cg")
+        mass = tl.load(bin_mass + bin, mask=with_mass, other=0, cache_modifier=".cg")
+        winner = _join_parts(
+            part_chance,
+            part_token,
+            logits,
+            own_seen,
+            penalty,
+            top,
+            temperature,
+            key,
+            vocab,
+            parts,
+        )
+        # there always is one; said again, because a wrong id would write anywhere
+        winner = tl.where(winner < vocab, winner, find_ranked(best_rank).to(tl.int32))
+        logprob = _find_logprob(logits, block_top, block_sum, winner, vocab, block_blocks)
+        is_open = tl.full((), 0, tl.int64)
+        if has_k | has_p:
+            # clean for the next step
+            tl.store(bin_count + bin, tl.zeros((BINS,), tl.int32), mask=with_count)
+            tl.store(bin_mass + bin, tl.zeros((BINS,), tl.int64), mask=with_mass)
+            every_part = tl.arange(0, parts)
+            mass_there = every_part < tl.where(has_p, parts, 0)
+            total = tl.sum(
+                tl.load(part_mass + every_part, mask=mass_there, other=0, cache_modifier=".cg"),
+                axis=0,
+            )
+            _, own_score = _load_scores(logits, own_seen, penalty, winner, winner < vocab)
+            own_bin = _find_bin(_shift_scores(own_score, top, temperature))
+            # is the winner's whole bin kept? Of one filter that is soon known.
+            count_to = tl.sum(tl.where(bin <= own_bin, count, 0), axis=0)
+            mass_to = tl.sum(tl.where(bin <= own_bin, mass, 0), axis=0)
+            kept_k = (count_to < top_k) | (top_k <= 0) | (top_k >= vocab)
+            kept_p = (own_bin <= last_bin) & (mass_to.to(tl.float64) < top_p * total.to(tl.float64))
+            is_kept = kept_k & (kept_p | (top_p >= 1))
+            if (has_k & has_p) | (is_kept == 0):
+                counts_to = tl.cumsum(count, axis=0).to(tl.int64)
+                # where it ends beyond all bins, it refuses nobody who matters
+                edge = tl.sum((counts_to < top_k).to(tl.int32), axis=0)
+                edge = tl.where(has_k, edge, BINS)
+                count_before = tl.sum(tl.where(bin < edge, count, 0), axis=0)
+                low = edge
+                high = edge
+                mass_before = total
+                mass_before_low = total
+                if has_p:
+                    mass_through = total
+                    if has_k:
+                        mass_before = tl.sum(tl.where(bin < edge, mass, 0), axis=0)
+                        mass_through = tl.sum(tl.where(bin <= edge, mass, 0), axis=0)
+                    wide = tl.cumsum(mass, axis=0).to(tl.float64)
+                    least = top_p * mass_before.to(tl.float64)
+                    most = top_p * mass_through.to(tl.float64)
+                    low = tl.minimum(edge, tl.sum((wide < least).to(tl.int32), axis=0))
+                    high = tl.minimum(edge, tl.sum((wide < most).to(tl.int32), axis=0))
+                    mass_before_low = tl.sum(tl.where(bin < low, mass, 0), axis=0)
+                if own_bin >= low:
+                    is_open = tl.full((), 1, tl.int64)
+                    tl.store(plan + 1, low.to(tl.int64))
+                    tl.store(plan + 2, high.to(tl.int64))
+                    tl.store(plan + 3, edge.to(tl.int64))
+                    tl.store(plan + 4, count_before.to(tl.int64))
+                    tl.store(plan + 5, mass_before)
+                    tl.store(plan + 6, mass_before_low)
+                    tl.store(plan + 7, total)
+        tl.store(plan, is_open)
+        if is_open == 0:
+            _finish(
+                place,
+                row,
+                winner,
+                logprob,
+                step,
+                counts,
+                tokens,
+                seen,
+                out_token,
+                out_logprob,
+                num_rows,
+                vocab,
+            )
+        tl.store(arrivals + place, 0)
+
+
+@jit
+def _read_edge(logits, seen, penalty, listed, is_listed, first, length, top, temperature):
+    """Some of the tokens at the edge, or of all tokens where those were too many to be listed.
+
+    Their ids, whether they are there, their scores as int32 and less the best one, their bins.
+    """
+    number = first + tl.arange(0, BLOCK)
+    inside = number < length
+    num_listed = tl.where(is_listed, length, 0)
+    token = tl.load(listed + number, mask=number < num_listed, other=0, cache_modifier=".cg")
+    token = tl.where(is_listed, token, number)
+    _, score = _load_scores(logits, seen, penalty, token, inside)
+    shifted = _shift_scores(score, top, temperature)
+    return token, inside, _make_order(score), shifted, _find_bin(shifted)
+
+
+@jit
+def _weigh_kept(
+    logits,
+    seen,
+    penalty,
+    listed,
+    is_listed,
+    length,
+    top,
+    temperature,
+    top_k,
+    edge,
+    count_before,
+    mass_before,
+):
+    """The mass of the `top_k` best tokens, which end somewhere in bin `edge`."""
+    wanted = top_k - count_before
+    # the order of the last one that is kept: between the bin's lowest and its highest
+    low = tl.full((), 2**31 - 1, tl.int64)
+    high = tl.full((), -(2**31), tl.int64)
+    for first in range(0, length, BLOCK):
+        _, inside, order, _, bin = _read_edge(
+            logits, seen, penalty, listed, is_listed, first, length, top, temperature
+        )
+        there = inside & (bin == edge)
+        wide = order.to(tl.int64)
+        low = tl.minimum(low, tl.min(tl.where(there, wide, 2**31 - 1), axis=0))
+        high = tl.maximum(high, tl.max(tl.where(there, wide, -(2**31)), axis=0))
+    while low < high:
+        middle = (low + high + 1) >> 1
+        count = tl.full((), 0, tl.int64)
+        for first in range(0, length, BLOCK):
+            _, inside, order, _, bin = _read_edge(
+                logits, seen, penalty, listed, is_listed, first, length, top, temperature
+            )
+            there = inside & (bin == edge) & (order.to(tl.int64) >= middle)
+            count += tl.sum(there.to(tl.int64), axis=0)
+        enough = count >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    above = tl.full((), 0, tl.int64)
+    last_mass = tl.full((), 0, tl.int64)
+    total = mass_before
+    for first in range(0, length, BLOCK):
+        _, inside, order, shifted, bin = _read_edge(
+            logits, seen, penalty, listed, is_listed, first, length, top, temperature
+        )
+        there = inside & (bin == edge)
+        mass = _find_mass(shifted)
+        higher = there & (order.to(tl.int64) > low)
+        above += tl.sum(higher.to(tl.int64), axis=0)
+        total += tl.sum(tl.where(higher, mass, 0), axis=0)
+        same = there & (order.to(tl.int64) == low)
+        last_mass = tl.maximum(last_mass, tl.max(tl.where(same, mass, 0), axis=0))
+    # equal tokens weigh the same, whichever of them are kept
+    return total + (wanted - above) * last_mass
+
+
+@jit
+def _sift(
+    logits,
+    row_of,
+    shares,
+    counts,
+    tokens,
+    seen,
+    block_rank,
+    block_top,
+    block_sum,
+    part_chance,
+    part_token,
+    listed,
+    num_listed,
+    plan,
+    arrivals,
+    out_token,
+    out_logprob,
+    stride,
+    num_rows,
+    vocab: tl.constexpr,
+    parts: tl.constexpr,
+    block_blocks: tl.constexpr,
+):
+    """Draw among what top_k and top_p leave.
+
+    The best of what is kept for certain wins unless one at the edge is better. Then it is asked
+    whether that one is kept. If not, nobody ranked below it is: the best of those above is next.
+    """
+    blocks: tl.constexpr = (vocab + BLOCK - 1) // BLOCK
+    part = tl.program_id(0)
+    place = tl.program_id(1).to(tl.int64)
+    row = tl.load(row_of + place)
+    plan += place * PLAN
+    if row < 0:
+        return
+    if tl.load(plan) == 0:
+        return
+    low = tl.load(plan + 1)
+    high = tl.load(plan + 2)
+    edge = tl.load(plan + 3)
+    temperature = tl.load(shares + row)
+    top_p = tl.load(shares + num_rows + row)
+    min_p = tl.load(shares + 2 * num_rows + row)
+    penalty = tl.load(shares + 3 * num_rows + row)
+    top_k = tl.load(counts + row)
+    seed = tl.load(counts + num_rows + row)
+    step = tl.load(counts + 2 * num_rows + row)
+    every = tl.arange(0, block_blocks)
+    ranks = tl.load(block_rank + place * blocks + every, mask=every < blocks, other=LOWEST_RANK)
+    best_rank = tl.max(ranks, axis=0)
+    top = _find_score(best_rank)
+    logits += place * stride
+    listed += place * MOST_LISTED
+    own_seen = seen
+    if seen is not None:
+        own_seen = seen + row * vocab
+    temperature = tl.maximum(temperature, _COLDEST)
+    key = _mix(_mix(seed) + step)
+    both = (edge < BINS) & (top_p < 1)
+    # with both filters, what top_k keeps of its bin is to be weighed
+    weighed_bin = tl.where(both, edge, high)
+    sure = tl.full((), 0.0, tl.float32)
+    sure_token = tl.full((), _NO_ID, tl.int32)
+    open_ = tl.full((), 0.0, tl.float32)
+    open_token = tl.full((), _NO_ID, tl.int32)
+    first, end = _share_blocks(part, vocab, parts)
+    for number in range(first, end):
+        token = number * BLOCK + tl.arange(0, BLOCK)
+        inside = token < vocab
+        _, score = _load_scores(logits, own_seen, penalty, token, inside)
+        shifted = _shift_scores(score, top, temperature)
+        bin = _find_bin(shifted)
+        inside = inside & (bin < BINS)
+        # many blocks have nobody who may be kept
+        if _count(inside & (bin <= weighed_bin)) > 0:
+            chance = tl.where(inside, _find_chance(key, token, shifted), 0.0)
+            if min_p > 0:
+                chance = tl.where(_reach_share(shifted, min_p), chance, 0.0)
+            between = inside & (bin >= low) & (bin <= high)
+            sure, sure_token = _keep_better(
+                sure,
+                sure_token,
+                tl.where(bin < low, chance, 0.0),
+                token,
+                logits,
+                own_seen,
+                penalty,
+                top,
+                temperature,
+                key,
+                vocab,
+            )
+            noted = between | (inside & (bin == weighed_bin))
+            num_noted = _count(noted)
+            if num_noted > 0:
+                open_, open_token = _keep_better(
+                    open_,
+                    open_token,
+                    tl.where(between, chance, 0.0),
+                    token,
+                    logits,
+                    own_seen,
+                    penalty,
+                    top,
+                    temperature,
+                    key,
+                    vocab,
+                )
+                begin = tl.atomic_add(num_listed + place, num_noted, sem="relaxed")
+                at = begin + tl.cumsum(noted.to(tl.int32), axis=0) - 1
+                tl.store(listed + at, token, mask=noted & (at < MOST_LISTED))
+    part_chance += place * 2 * parts
+    part_token += place * 2 * parts
+    tl.store(part_chance + part, sure)
+    tl.store(part_token + part, sure_token)
+    tl.store(part_chance + parts + part, open_)
+    tl.store(part_token + parts + part, open_token)
+    if _arrive_last(arrivals, place, parts):
+        winner = _join_parts(
+            part_chance,
+            part_token,
+            logits,
+            own_seen,
+            penalty,
+            top,
+            temperature,
+            key,
+            vocab,
+            parts,
+        )
+        candidate = _join_parts(
+            part_chance + parts,
+            part_token + parts,
+            logits,
+            own_seen,
+            penalty,
+            top,
+            temperature,
+            key,
+            vocab,
+            parts,
+        )
+        sure_value = _find_value(
+            winner, winner < vocab, logits, own_seen, penalty, top, temperature, key
+        )
+        rival = _find_value(
+            candidate, candidate < vocab, logits, own_seen, penalty, top, temperature, key
+        )
+        if rival > sure_value:
+            count_before = tl.load(plan + 4)
+            mass_before_low = tl.load(plan + 6)
+            num = tl.load(num_listed + place, cache_modifier=".cg")
+            is_listed = num <= MOST_LISTED
+            length = tl.where(is_listed, num, vocab)
+            total = tl.load(plan + 7)
+            if both:
+                total = _weigh_kept(
+                    logits,
+                    own_seen,
+                    penalty,
+                    listed,
+                    is_listed,
+                    length,
+                    top,
+                    temperature,
+                    top_k,
+                    edge,
+                    count_before,
+                    tl.load(plan + 5),
+                )
+            limit = top_p * total.to(tl.float64)
+            while rival > sure_value:
+                _, own_score = _load_scores(logits, own_seen, penalty, candidate, candidate < vocab)
+                rank = _make_rank(_make_order(own_score), candidate)
+                is_edge = _find_bin(_shift_scores(own_score, top, temperature)) == edge
+                count = count_before
+                mass_above = mass_before_low
+                best = tl.full((BLOCK,), float("-inf"), tl.float64)
+                best_token = tl.full((BLOCK,), _NO_ID, tl.int32)
+                for begin in range(0, length, BLOCK):
+                    edge_token, there, order, edge_shifted, edge_bin = _read_edge(
+                        logits,
+                        own_seen,
+                        penalty,
+                        listed,
+                        is_listed,
+                        begin,
+                        length,
+                        top,
+                        temperature,
+                    )
+                    above = there & (_make_rank(order, edge_token) > rank)
+                    count += tl.sum((above & (edge_bin == edge)).to(tl.int64), axis=0)
+                    above = above & (edge_bin >= low) & (edge_bin <= high)
+                    mass = tl.where(above, _find_mass(edge_shifted), 0)
+                    mass_above += tl.sum(mass, axis=0)
+                    next_value = edge_shifted + _draw_gumbel(key, edge_token)
+                    if min_p > 0:
+                        likely = _reach_share(edge_shifted, min_p)
+                        next_value = tl.where(likely, next_value, float("-inf"))
+                    better = above & (next_value > best)
+                    best = tl.where(better, next_value, best)
+                    best_token = tl.where(better, edge_token, best_token)
+                kept = (count < top_k) | (is_edge == 0)
+                kept = kept & ((mass_above.to(tl.float64) < limit) | (top_p >= 1))
+                winner = tl.where(kept, candidate, winner)
+                rival, next_candidate = _find_best(best, best_token)
+                # whoever is kept ends it
+                rival = tl.where(kept, sure_value, rival)
+                candidate = tl.where(kept, candidate, next_candidate)
+        # the best token is always kept; said again, because a wrong id would write anywhere
+        winner = tl.where(winner < vocab, winner, find_ranked(best_rank).to(tl.int32))
+        logprob = _find_logprob(
+            logits,
+            block_top + place * blocks,
+            block_sum + place * blocks,
+            winner,
+            vocab,
+            block_blocks,
+        )
+        _finish(
+            place,
+            row,
+            winner,
+            logprob,
+            step,
+            counts,
+            tokens,
+            seen,
+            out_token,
+            out_logprob,
+            num_rows,
+            vocab,
+        )
+        tl.store(num_listed + place, 0)
+        tl.store(arrivals + place, 0)
+
+
+class DrawState:
+    """What drawing keeps of every cache row, on the device; made once for an engine."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device | str) -> None:
+        if not 0 < vocab_size <= 2**22:
+            raise ValueError(
+                f"a vocabulary of {vocab_size} tokens does not fit: the sums of top_p have room "
+                f"for 1 to {2**22}"
+            )
+        self.num_rows, self.vocab_size = num_rows, vocab_size
+        self.shares = torch.ones(4, num_rows, device=device, dtype=torch.float64)
+        """temperature, top_p, min_p, penalty"""
+        self.counts = torch.zeros(3, num_rows, device=device, dtype=torch.int64)
+        """top_k, seed, step: the index of the new token in its sequence"""
+        # greedy without filters until somebody says otherwise
+        self.shares[0] = 0
+        self.shares[2] = 0
+        self.tokens = torch.zeros(num_rows, device=device, dtype=torch.int64)
+        """the newest token of each row"""
+        self.seen: Tensor | None = None
+        """bool [rows, V]: tokens that the penalty is for; see `allocate_seen`"""
+
+    def allocate_seen(self) -> Tensor:
+        """The marks of tokens that the penalty is for, made at the first call, all off.
+
+        Penalties count from here on. What was captured before knows nothing of them.
+        """
+        if self.seen is None:
+            shape = (self.num_rows, self.vocab_size)
+            self.seen = torch.zeros(shape, device=self.tokens.device, dtype=torch.bool)
+        return self.seen
+
+
+class Drawer:
+    """Draws the tokens of steps of up to `max_places` places; made to be captured.
+
+    It keeps no state between calls but counters that every call leaves at 0, so captures may share
+    it as long as they do not run at the same time.
+    """
+
+    def __init__(self, state: DrawState, max_places: int) -> None:
+        self.state, self.max_places = state, max_places
+        device = state.tokens.device
+        self.num_blocks = triton.cdiv(state.vocab_size, BLOCK.value)
+
+        def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(max_places, *shape, device=device, dtype=dtype)
+
+        most_parts = max(
+            choose_parts(num_places, self.num_blocks) * num_places
+            for num_places in range(1, max_places + 1)
+        )
+        self.block_rank = make(self.num_blocks, dtype=torch.int64)
+        self.block_top, self.block_sum = (make(self.num_blocks) for _ in range(2))
+        # of each place the best that is kept for certain, then the best at the edge
+        chances = torch.zeros(2 * most_parts, device=device)
+        self.part_chance, self.part_token = chances, chances.to(torch.int32)
+        self.part_mass = torch.zeros(most_parts, device=device, dtype=torch.int64)
+        self.bin_count = make(BINS.value, dtype=torch.int32)
+        self.bin_mass = make(BINS.value, dtype=torch.int64)
+        self.listed = make(MOST_LISTED.value, dtype=torch.int32)
+        self.num_listed, self.arrivals = (make(dtype=torch.int32) for _ in range(2))
+        self.plan = make(PLAN.value, dtype=torch.int64)
+
+    def __call__(
+        self,
+        logits: Float[Tensor, "B V"],
+        row: Int[Tensor, " B"],
+        out_token: Int[Tensor, " B"],
+        out_logprob: Float[Tensor, " B"],
+        *,
+        plain: bool,
+        filtered: bool = True,
+    ) -> None:
+        """Draw a token for the cache row that each place names, and keep it in the state.
+
+        A place of row -1 gets token 0 and log-probability 0. No row is named twice. `plain` is the
+        short way where every row is greedy without a penalty and nobody wants log-probabilities,
+        which are 0 then. `filtered=False` leaves out a kernel where no row has top_k or top_p.
+        """
+        state, num_places = self.state, logits.shape[0]
+        if num_places == 0:
+            return
+        assert num_places <= self.max_places
+        assert logits.shape[1] == state.vocab_size
+        assert logits.stride(1) == 1 or state.vocab_size == 1
+        assert all(t.is_contiguous() for t in (row, out_token, out_logprob))
+        assert row.dtype == out_token.dtype == torch.int64
+        assert out_logprob.dtype == torch.float32
+        parts = choose_parts(num_places, self.num_blocks)
+        grid = (parts, num_places)
+        seen = None if state.seen is None else state.seen.view(torch.uint8)
+        given = (logits, row, state.shares, state.counts, state.tokens, seen)
+        sums = (self.block_rank, self.block_top, self.block_sum)
+        best = (self.part_chance, self.part_token)
+        bins = (self.part_mass, self.bin_count, self.bin_mass)
+        edge = (self.listed, self.num_listed)
+        rest = (
+            self.arrivals,
+            out_token,
+            out_logprob,
+            logits.stride(0),
+            state.num_rows,
+            state.vocab_size,
+            parts,
+            triton.next_power_of_2(self.num_blocks),
+        )
+        _rank_tokens[grid](*given, *sums, *rest, plain=plain, num_warps=4)
+        if not plain:
+            _weigh[grid](*given, *sums, *best, *bins, self.plan, *rest, num_warps=8)
+            if filtered:
+                _sift[grid](*given, *sums, *best, *edge, self.plan, *rest, num_warps=8)
+
+
+def choose_parts(num_places: int, num_blocks: int) -> int:
+    """Programs that share out a row's blocks, a power of two; with few rows there are more.
+
+    In two sizes, because each is compiled.
+    """
+    return min(32 if num_places <= 16 else 8, triton.next_power_of_2(num_blocks))

@@ -1,0 +1,332 @@
+"""A step's tokens through all blocks equal the model's forward pass; without a GPU, interpreted."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from depthmix.infer.cache import PagedCache
+from depthmix.infer.pages import Pages
+from depthmix.nn import Transformer
+from variants import make_config, make_model
+
+layout = pytest.importorskip("depthmix.infer.layout")
+blocks_module = pytest.importorskip("depthmix.kernels.blocks")
+
+pytestmark = pytest.mark.slow
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# what a step leaves as it is, or resets itself
+LASTING = ("arrivals", "ones", "order", "route_of_layer", "newest")
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, hundreds of programs that find nothing to do take seconds."""
+    if not torch.cuda.is_available():
+        places = blocks_module.places
+        tuning = places.TILE_FLOAT32._replace(programs=2)
+        monkeypatch.setattr(places, "choose_tuning", lambda *_: tuning)
+        monkeypatch.setattr(places, "PROGRAMS", 3)
+
+
+def make(name: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Transformer:
+    sizes = {"width": 32, "num_heads": 2, "num_kv_heads": 1, "max_seq_len": 40, "vocab_size": 32}
+    config = make_config(name, **{**sizes, **overrides})
+    model = make_model(config, dtype=torch.float32).requires_grad_(False)
+    for place, parameter in model.named_parameters():
+        if place.endswith(("w_qk.bias", "w_value.bias")):
+            parameter.normal_(std=0.5)
+    return model.to(DEVICE, dtype)
+
+
+class Part(NamedTuple):
+    """Tokens of one row that a step computes."""
+
+    row: int
+    count: int
+
+
+class Room(NamedTuple):
+    """What a step is padded to."""
+
+    num_tokens: int
+    num_alone: int
+    num_chunks: int
+
+
+class Bench:
+    """Sequences whose tokens are known, computed part by part."""
+
+    def __init__(self, model: Transformer, selector: str | None, num_rows: int, most: int) -> None:
+        config, dtype = model.config, model.embedding.weight.dtype
+        self.model, self.selector, self.config = model, selector, config
+        page_size, longest = 4, config.max_seq_len
+        num_pages = num_rows * -(-longest // page_size) * config.num_layers
+        pages = Pages(num_pages, page_size, config.num_layers, num_rows)
+        self.cache = PagedCache(config, pages, device=DEVICE, dtype=dtype, by_page=True)
+        for row in range(num_rows):
+            assert pages.reserve(row, longest)
+        self.cache.send_tables()
+        self.cache.key.fill_(float("nan"))
+        self.cache.value.fill_(float("nan"))
+        # of a sequence that was there before: who begins begins with nothing
+        self.cache.lengths.fill_(3)
+        generator = torch.Generator().manual_seed(2)
+        shape = (num_rows, longest)
+        self.tokens = torch.randint(config.vocab_size, shape, generator=generator)
+        self.done = [0] * num_rows
+        self.newest = torch.full((num_rows,), -7, device=DEVICE, dtype=torch.int64)
+        cache = self.cache
+        self.blocks = blocks_module.Blocks(
+            layout.stack_weights(model),
+            layout.make_rules(config, selector),
+            blocks_module.Pools(cache.key, cache.value, cache.tables, cache.lengths),
+            config.capacities,
+            most_tokens=most,
+            most_sampled=most,
+            newest=self.newest,
+        )
+        self.taken: list[list[Tensor]] = [[] for _ in range(num_rows)]
+        self.logits: list[list[Tensor]] = [[] for _ in range(num_rows)]
+
+    def poison(self) -> None:
+        for owner in (self.blocks, self.blocks.few):
+            for name, value in vars(owner).items():
+                if isinstance(value, Tensor) and name not in LASTING:
+                    value.fill_(float("nan") if value.is_floating_point() else 3)
+
+    def step(self, alone: Sequence[Part], chunks: Sequence[Part], room: Room) -> None:
+        """Compute the next tokens of these rows; the logits of all of them are asked for."""
+        given: list[int] = []
+        rows: list[int] = []
+        positions: list[int] = []
+        numbers: list[int] = []
+        begin: list[int] = []
+        chunk_row: list[int] = []
+        for parts, size in ((alone, room.num_alone), (chunks, room.num_chunks)):
+            for row, count in parts:
+                start = self.done[row]
+                own = self.tokens[row, start : start + count].tolist()
+                begin.append(len(given))
+                if parts is alone and start:
+                    # the device knows it
+                    self.newest[row], own = own[0], [-1]
+                given += own
+                rows += [row] * count
+                positions += range(start, start + count)
+                numbers += [len(chunk_row)] * count
+                chunk_row.append(row)
+            begin += [len(given)] * (size - len(parts))
+            chunk_row += [-1] * (size - len(parts))
+        num_real, rest = len(given), room.num_tokens - len(given)
+
+        def send(values: list[int]) -> Tensor:
+            return torch.tensor(values, device=DEVICE, dtype=torch.int32)
+
+        num_tokens = send([num_real])
+        tokens = blocks_module.Tokens(
+            given=send(given + [0] * rest),
+            row=send(rows + [-1] * rest),
+            position=send(positions + [0] * rest),
+            chunk=send(numbers + [0] * rest),
+            begin=send([*begin, num_real]),
+            chunk_row=send(chunk_row),
+            num_tokens=num_tokens,
+            sampled=send([*range(num_real), *[0] * rest]),
+            num_sampled=num_tokens,
+        )
+        num_routes = len(self.config.routed_layers)
+        taken = torch.full((num_routes, room.num_tokens), 7, device=DEVICE, dtype=torch.uint8)
+        self.poison()
+        logits = self.blocks.run(
+            tokens, taken, num_alone=room.num_alone, num_chunks=room.num_chunks
+        )
+        assert logits[:num_real].isfinite().all()
+        at = 0
+        for row, count in (*alone, *chunks):
+            self.logits[row].append(logits[at : at + count].float().clone())
+            self.taken[row].append(taken[:, at : at + count].clone())
+            at += count
+            self.done[row] += count
+
+    def compare(self, tolerance: float) -> None:
+        """All that was computed so far with the forward pass."""
+        for row, count in enumerate(self.done):
+            if not count:
+                continue
+            tokens = self.tokens[row : row + 1, :count].to(DEVICE)
+            truth = self.model(tokens, selector=self.selector)
+            lengths = torch.full((self.config.num_layers,), count)
+            if truth.routings:
+                kept = torch.stack([r.slot[0] >= 0 for r in truth.routings])
+                found = torch.cat(self.taken[row], dim=1)
+                assert torch.equal(found, kept.to(torch.uint8))
+                lengths[list(self.config.routed_layers)] = kept.sum(dim=1).cpu()
+            # what each layer has stored
+            assert self.cache.lengths[:, row].tolist() == lengths.tolist()
+            found, expected = torch.cat(self.logits[row]), truth.logits[0].float()
+            scale = float(expected.abs().max())
+            torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * scale)
+
+
+def run(model: Transformer, selector: str | None, path: str) -> Bench:
+    """Prompts beside single tokens; chunks that go on, and one that is empty; then tokens alone."""
+    bench = Bench(model, selector, num_rows=5, most=32)
+    if path == "many":
+        # nothing is small enough for products of few rows
+        bench.blocks.few.num_rows = 0
+    bench.step([Part(1, 1)], [Part(0, 6), Part(3, 2)], Room(16, 4, 4))
+    bench.step([Part(1, 1), Part(4, 1)], [Part(3, 5), Part(0, 7)], Room(16, 4, 4))
+    bench.step([Part(4, 1), Part(0, 1), Part(1, 1)], [], Room(4, 4, 0))
+    bench.compare(1e-4)
+    return bench
+
+
+def force(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 64 if path == "few" else 0
+    monkeypatch.setattr(blocks_module, "FEW_TOKENS", limit)
+    monkeypatch.setattr(blocks_module, "FEW_PLACES", limit)
+
+
+@pytest.mark.parametrize("path", ["few", "many"])
+@pytest.mark.parametrize(
+    ("name", "selector", "overrides"),
+    [
+        ("dense", None, {"num_layers": 2}),
+        ("mod", "predictor", {"num_layers": 2}),
+        ("early_exit", "predictor", {"num_layers": 2}),
+    ],
+)
+def test_both_kinds_of_products(
+    name: str,
+    selector: str | None,
+    overrides: dict[str, Any],
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    force(path, monkeypatch)
+    run(make(name, **overrides), selector, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "selector", "path", "overrides"),
+    [
+        # two layers, of which the second is routed
+        ("dense_gelu", None, "many", {"qkv_bias": True}),
+        ("mod_qkv_bias", "router", "few", {}),
+        ("mod_qkv_bias", "predictor", "many", {}),
+        ("mod_first_tokens", "predictor", "few", {}),
+        ("mod_first_tokens", "router", "many", {}),
+        ("mod", "all", "few", {}),
+        ("mod", "all", "many", {}),
+        ("mod_gelu_mqa_untied", "predictor", "many", {}),
+        ("mod_plain_scores", "router", "few", {}),
+        # heads of 24: their numbers fill no power of two
+        ("mod", "predictor", "few", {"width": 72, "num_heads": 3, "mlp_width": 40}),
+        ("mod", "predictor", "many", {"width": 72, "num_heads": 3, "mlp_width": 40}),
+    ],
+)
+def test_kinds_of_models(
+    name: str,
+    selector: str | None,
+    path: str,
+    overrides: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    force(path, monkeypatch)
+    run(make(name, num_layers=2, **overrides), selector, path)
+
+
+def test_sizes_between_the_limits_take_both_paths() -> None:
+    """More than sixteen tokens, and fewer places: a dense block is large and a routed one small."""
+    bench = Bench(make("mod", num_layers=2), "predictor", num_rows=4, most=32)
+    bench.step([], [Part(2, 13), Part(1, 5)], Room(32, 0, 4))
+    bench.step([Part(1, 1), Part(2, 1)], [Part(0, 2)], Room(32, 4, 4))
+    bench.compare(1e-4)
+
+
+def test_a_row_may_begin_again() -> None:
+    bench = Bench(make("mod", num_layers=2), "predictor", num_rows=2, most=16)
+    bench.step([Part(1, 1)], [Part(0, 5)], Room(16, 4, 4))
+    bench.done, bench.logits, bench.taken = [0, 0], [[], []], [[], []]
+    bench.step([Part(0, 1)], [Part(1, 4)], Room(16, 4, 4))
+    bench.compare(1e-4)
+
+
+def test_an_empty_step_changes_nothing() -> None:
+    bench = Bench(make("mod", num_layers=2), "predictor", num_rows=2, most=16)
+    bench.step([Part(1, 1)], [Part(0, 5)], Room(16, 4, 4))
+    before = [t.clone() for t in (bench.cache.key, bench.cache.value, bench.cache.lengths)]
+    for room in (Room(16, 4, 4), Room(4, 4, 0)):
+        bench.step([], [], room)
+    after = (bench.cache.key, bench.cache.value, bench.cache.lengths)
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(new, old, rtol=0, atol=0, equal_nan=True)
+
+
+REAL: dict[str, Any] = {
+    "width": 768,
+    "num_heads": 12,
+    "num_kv_heads": 4,
+    "mlp_width": 2048,
+    "max_seq_len": 640,
+    "vocab_size": 4096,
+    "routing.predictor_width": 192,
+}
+
+
+def run_real(model: Transformer, selector: str | None) -> Bench:
+    """Long prompts in several chunks, beside many rows that decode."""
+    bench = Bench(model, selector, num_rows=80, most=1024)
+    bench.step([Part(row, 1) for row in range(64)], [Part(70, 300), Part(71, 41)], Room(512, 64, 4))
+    for number in range(3):
+        alone = [Part(row, 1) for row in range(number, 64)]
+        chunks = [Part(70, 70), Part(72 + number, 501), Part(71, 113)]
+        bench.step(alone, chunks, Room(1024, 64, 4))
+    everyone = [Part(row, 1) for row in range(75)]
+    for _ in range(2):
+        bench.step(everyone, [], Room(128, 128, 0))
+    bench.step(everyone[60:71], [], Room(16, 16, 0))
+    bench.step([Part(70, 1)], [], Room(1, 1, 0))
+    return bench
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "selector", "overrides"),
+    [
+        ("dense", None, {}),
+        ("mod", "predictor", {}),
+        ("mod", "router", {"qk_norm": True}),
+        ("mod_qkv_bias", "all", {}),
+        ("early_exit", "predictor", {}),
+        # heads of 48
+        ("mod", "predictor", {"width": 576}),
+        ("mod_gelu_mqa_untied", "predictor", {}),
+    ],
+)
+def test_real_sizes_in_float32(name: str, selector: str | None, overrides: dict[str, Any]) -> None:
+    run_real(make(name, **{**REAL, **overrides}), selector).compare(1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "selector"), [("dense", None), ("mod", "all")])
+def test_real_sizes_in_bf16_are_as_good_as_the_model(name: str, selector: str | None) -> None:
+    model = make(name, dtype=torch.bfloat16, **REAL)
+    bench = run_real(model, selector)
+    exact = make(name, **REAL)
+    # the same weights, rounded
+    for ours, theirs in zip(exact.parameters(), model.parameters(), strict=True):
+        ours.copy_(theirs)
+    for row, count in enumerate(bench.done):
+        tokens = bench.tokens[row : row + 1, :count].to(DEVICE)
+        if not count:
+            continue
+        truth = exact(tokens, selector=selector).logits[0]
+        usual = (model(tokens, selector=selector).logits[0].float() - truth).square().mean()
+        error = (torch.cat(bench.logits[row]) - truth).square().mean()
+        # root mean squares, as far as the model's own forward pass is off and some more
+        assert error.sqrt() < 1.5 * usual.sqrt() + 1e-3 * truth.square().mean().sqrt()
