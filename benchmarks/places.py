@@ -178,7 +178,7 @@ def time_rows() -> None:
         torch.zeros(size, **whole) for size in (num_tokens, num_tokens, len(begin))
     )
     taken = torch.zeros(num_tokens, device="cuda", dtype=torch.uint8)
-    kept_row = torch.zeros(num_alone, device="cuda", dtype=torch.int64)
+    kept_row = torch.zeros(num_alone, device="cuda", dtype=torch.int32)
     packed, everyone = torch.zeros(1, **whole), torch.full((1,), num_tokens, **whole)
     lengths = torch.zeros(num_layers, num_rows, **whole)
     routes = torch.arange(num_layers, **whole) // 2

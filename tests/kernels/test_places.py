@@ -373,7 +373,7 @@ def check_packing(
     number = int(kept.sum())
     place = kept.cumsum(0) - 1
     before = torch.cat([integers([0], torch.int64), kept.cumsum(0)])
-    kept_row = torch.full((num_alone,), -1, dtype=torch.int64, device=DEVICE)
+    kept_row = torch.full((num_alone,), -1, dtype=torch.int32, device=DEVICE)
     for start, stop in pairwise(step.begin.tolist()):
         if stop - start == 1 and kept[start] and place[start] < num_alone:
             kept_row[place[start]] = step.row[start]

@@ -24,6 +24,7 @@ from depthmix.infer.pages import Pages
 from depthmix.infer.sampling import SamplingParams, Wish, pack_settings, top_logprobs
 from depthmix.infer.steps import Flight, Outcome, Ready, Work
 from depthmix.kernels.blocks import Blocks, Pools, Tokens
+from depthmix.kernels.compiling import compile_ahead
 from depthmix.kernels.decode import DecodeStep
 from depthmix.kernels.draw import Drawer, DrawState
 from depthmix.kernels.recording import record_graph
@@ -195,24 +196,40 @@ class FusedRunner:
             return 0.0
         steps = [self._find_step(shape) for shape in self.list_shapes()]
         # what else draws is recorded when it is asked for, which takes a moment
-        tasks = [(step, plain) for step in steps for plain in (True, False)]
+        tasks = [
+            (step, plain)
+            for step in steps
+            for plain in (True, False)
+            if (plain, not plain, False) not in step.graphs
+        ]
+        progress = progress or (lambda done, total: None)
+
+        @torch.no_grad()
+        def launch() -> None:
+            for step, plain in tasks:
+                self._compute(step, plain, not plain)
+
         with self._on_device():
+            num_kernels = compile_ahead(launch, lambda n, total: progress(n, total + len(tasks)))
             for number, (step, plain) in enumerate(tasks, 1):
                 self._find_graph(step, plain, not plain, False)
-                if progress is not None:
-                    progress(number, len(tasks))
+                progress(num_kernels + number, num_kernels + len(tasks))
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
     def list_shapes(self) -> list[Shape]:
-        """The shapes that most steps have: tokens alone, and prompts with and without them."""
+        """The shapes that most steps have: tokens alone, and prompts with and without them.
+
+        Together they use every kernel that a step of any shape uses.
+        """
         most_rows = self.pages.num_rows
         alone = [choose_alone(n) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)]
         shapes = [Shape(n, n, 0) for n in alone if n <= choose_alone(most_rows)]
         few, many = choose_chunks(1), choose_chunks(most_rows)
         sizes = sorted({choose_size(1 << n) for n in range(1, 20) if 1 << n < self.most_tokens})
         shapes += [Shape(size, 0, few) for size in (*sizes, self.most_tokens)]
-        return [*shapes, Shape(self.most_tokens, many, few)]
+        shapes += [Shape(self.most_tokens, many, chunks) for chunks in (few, many)]
+        return [*shapes, Shape(choose_size(min(self.most_tokens, 2 * most_rows)), 0, many)]
 
     def launch(self, works: Sequence[Work]) -> Flight:
         """Start a step with these chunks; nothing of it is waited for."""

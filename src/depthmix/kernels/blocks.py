@@ -225,7 +225,7 @@ class Blocks:
             first=firsts[route],
             taken=taken[route],
             # one for each block: it may have been written after a kernel that reads it was asked
-            alone=torch.empty(num_alone, device=x.device, dtype=torch.int64),
+            alone=torch.empty(num_alone, device=x.device, dtype=torch.int32),
         )
         previous = None
         if self.rules.early_exit and route > 0:

@@ -19,12 +19,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthmix.kernels import paged_triton
-from depthmix.kernels.plan import SHARED_BYTES, find_room
-from depthmix.kernels.stages import INTERPRETED, jit
+from depthmix.kernels.compiling import jit
+from depthmix.kernels.plan import SHARED_BYTES, find_room, pick_size
+from depthmix.kernels.stages import INTERPRETED
 
 # elements of half the heads of a program that rotates: 8 for each thread of 4 warps, which is one
 # load of 16 bytes in bf16
 BLOCK_ROTATED = 1024
+# chunks among which a program finds its own
+BLOCKS_CHUNKS = (32, 256)
 # programs that are enough for every multiprocessor of an H200 to have about one
 PROGRAMS = 128
 
@@ -45,7 +48,7 @@ class Tuning(NamedTuple):
     for each block whether it must be masked: that starts only once and takes fewer registers."""
 
 
-@jit
+@jit(do_not_specialize=["count", "row", "position", "chunk", "first", "lengths"])
 def _rotate_and_store(
     qkv,
     index,
@@ -210,7 +213,7 @@ def _attend_slots(
     return top, weight, sums
 
 
-@jit
+@jit(do_not_specialize=["first", "chunk_row", "lengths", "num_chunks"])
 def _attend_chunks(
     qkv,
     out,
@@ -453,8 +456,7 @@ def attend_chunks(
         num_heads // num_groups,
         head_width,
         page_size,
-        # no fewer than a warp has threads: not a kernel for each small number
-        max(32, triton.next_power_of_2(num_chunks)),
+        pick_size(num_chunks, BLOCKS_CHUNKS),
         tuning.block_m,
         tuning.block_n,
         # a matrix product takes no less than 16

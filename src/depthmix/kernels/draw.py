@@ -14,7 +14,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from depthmix.kernels.stages import LOWEST_RANK, find_ranked, jit
+from depthmix.kernels.compiling import jit
+from depthmix.kernels.stages import LOWEST_RANK, find_ranked
 
 # tokens at a time; sums of log-probabilities are cut here and nowhere else, whatever the parts
 BLOCK = tl.constexpr(1024)
@@ -337,7 +338,7 @@ def _finish(
         tl.store(seen + row * vocab + token, 1)
 
 
-@jit
+@jit(do_not_specialize=["row_of", "out_token", "out_logprob", "num_rows"])
 def _rank_tokens(
     logits,
     row_of,
@@ -419,7 +420,7 @@ def _rank_tokens(
             tl.store(arrivals + place, 0)
 
 
-@jit
+@jit(do_not_specialize=["row_of", "out_token", "out_logprob", "num_rows"])
 def _weigh(
     logits,
     row_of,
@@ -712,7 +713,7 @@ def _weigh_kept(
     return total + (wanted - above) * last_mass
 
 
-@jit
+@jit(do_not_specialize=["row_of", "out_token", "out_logprob", "num_rows"])
 def _sift(
     logits,
     row_of,

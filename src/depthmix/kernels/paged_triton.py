@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.kernels.stages import INTERPRETED, jit
+from depthmix.kernels.compiling import jit
+from depthmix.kernels.stages import INTERPRETED
 
 # programs that keep an H200 busy reading: about eight on each of its multiprocessors
 PROGRAMS = 8 if INTERPRETED else 1024
@@ -116,7 +117,7 @@ def _add_parts(
     tl.store(to, result.to(out.dtype.element_ty), mask=column < head_width)
 
 
-@jit
+@jit(do_not_specialize=["query_row", "count", "lengths", "num_places", "num_parts"])
 def _attend_alone(
     query,
     query_row,
@@ -227,7 +228,7 @@ def _attend_alone(
             tl.store(out + item * head_width + column, nothing, mask=inside)
 
 
-@jit
+@jit(do_not_specialize=["query_row", "count", "lengths", "num_places", "num_parts"])
 def _attend_grouped(
     query,
     query_row,

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from depthmix.kernels.stages import halve, jit, unpack
+from depthmix.kernels.compiling import jit
+from depthmix.kernels.stages import halve, unpack
 
 
 class Heads(NamedTuple):

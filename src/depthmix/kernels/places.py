@@ -9,10 +9,8 @@ contiguous. Knows nothing of attention, of pages and of models.
 """
 
 import functools
-import inspect
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,13 +19,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from depthmix.kernels.stages import ROUTER_EPS, apply_gate, gelu, jit
+from depthmix.kernels.compiling import jit
+from depthmix.kernels.plan import pick_size
+from depthmix.kernels.stages import ROUTER_EPS, apply_gate, gelu
 
 # programs of a kernel that goes through rows: about what an H200 holds at a time. More of them
 # would take time to start, even where there is nothing to do.
 PROGRAMS = 2048
-# chunks are looked at in few sizes, because each is compiled
-LEAST_CHUNKS = 128
+# chunks that a program looks at
+BLOCKS_CHUNKS = (128, 1024)
 # processors of an H200, and registers of one
 PROCESSORS, REGISTERS = 132, 65536
 # columns of a program that activates
@@ -93,7 +93,7 @@ def _find_token(index, place):
     return tl.cast(place if index is None else tl.load(index + place), tl.int64)
 
 
-@jit
+@jit(do_not_specialize=["index", "count"])
 def _normalize(
     x,
     index,
@@ -124,7 +124,7 @@ def _normalize(
         tl.store(out + at, normed_D.to(out.dtype.element_ty), mask=inside)
 
 
-@jit
+@jit(do_not_specialize=["count", "parts"])
 def _activate(
     hidden,
     count,
@@ -151,7 +151,7 @@ def _activate(
         tl.store(out + place * width + lane, result_F.to(out.dtype.element_ty), mask=inside)
 
 
-@jit
+@jit(do_not_specialize=["index", "count"])
 def _add_update(x, index, count, gate, update, more, width: tl.constexpr, block: tl.constexpr):
     lane = tl.arange(0, block)
     inside = lane < width
@@ -169,12 +169,7 @@ def _add_update(x, index, count, gate, update, more, width: tl.constexpr, block:
         tl.store(x + at_x, (vector_D + added_D).to(x.dtype.element_ty), mask=inside)
 
 
-def _jit_once(function: Callable[..., Any]) -> Any:
-    """As `jit`; one and 16 parts are not compiled by themselves, as Triton would do."""
-    return triton.jit(do_not_specialize=["splits"])(inspect.unwrap(function))
-
-
-@_jit_once
+@jit(do_not_specialize=["count", "splits"])
 def _multiply(
     source,
     weight,
@@ -275,7 +270,7 @@ def _multiply(
                 tl.store(arrivals + first, 0)
 
 
-@jit
+@jit(do_not_specialize=["bias", "num_tokens"])
 def _score(
     x,
     router,
@@ -340,7 +335,18 @@ def _find_kept(wish, row, position, previous_slot, first_tokens, token, there):
     return kept.to(tl.int32)
 
 
-@jit
+@jit(
+    do_not_specialize=[
+        "begin",
+        "num_tokens",
+        "first",
+        "count",
+        "kept_row",
+        "taken",
+        "num_chunks",
+        "num_alone",
+    ]
+)
 def _pack(
     wish,
     score,
@@ -396,7 +402,7 @@ def _pack(
     weight = tl.where(token < num_real, apply_gate(scores, gate_kind), 0.0)
     tl.store(gate + token, weight, mask=here)
     # nobody, but for chunks of one token
-    nobody = tl.full((block,), -1, tl.int64)
+    nobody = tl.full((block,), -1, tl.int32)
     tl.store(kept_row + place, nobody, mask=is_kept & (place < num_alone))
     if last:
         tl.store(count, num_kept)
@@ -414,11 +420,24 @@ def _pack(
     tl.store(first + chunk, tl.where(within, reached, num_kept), mask=mine)
     alone = within & (ends - begins == 1) & (begins < num_real)
     own = tl.load(slot + begins, mask=alone, other=-1)
-    home = tl.load(row + begins, mask=alone, other=-1).to(tl.int64)
+    home = tl.load(row + begins, mask=alone, other=-1)
     tl.store(kept_row + own, home, mask=alone & (own >= 0) & (own < num_alone))
 
 
-@jit
+@jit(
+    do_not_specialize=[
+        "given",
+        "row",
+        "position",
+        "begin",
+        "chunk_row",
+        "num_tokens",
+        "lengths",
+        "num_chunks",
+        "num_layers",
+        "num_rows",
+    ]
+)
 def _begin(
     given,
     newest,
@@ -462,7 +481,7 @@ def _begin(
         tl.store(x + at, vector_D.to(x.dtype.element_ty), mask=lane < width)
 
 
-@jit
+@jit(do_not_specialize=["firsts", "begin", "chunk_row", "lengths", "num_chunks", "num_rows"])
 def _end(
     firsts,
     begin,
@@ -798,7 +817,7 @@ def pack_tokens(
         num_chunks,
         kept_row.shape[0],
         gate_kind,
-        block_chunks=max(LEAST_CHUNKS, triton.next_power_of_2(num_chunks + 1)),
+        block_chunks=pick_size(num_chunks + 1, BLOCKS_CHUNKS),
         block_counted=BLOCK_COUNTED,
         block=BLOCK_PACKED,
         num_warps=8,
@@ -873,6 +892,6 @@ def end_step(
         lengths,
         num_chunks,
         num_rows,
-        block=max(LEAST_CHUNKS, triton.next_power_of_2(num_chunks)),
+        block=pick_size(num_chunks, BLOCKS_CHUNKS),
         num_warps=4,
     )

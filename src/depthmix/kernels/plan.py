@@ -4,6 +4,7 @@ Owns the sizes of tiles and the check that everything fits. Knows nothing of the
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -107,6 +108,11 @@ class Tuning(NamedTuple):
 
 
 @functools.cache
+def pick_size(number: int, sizes: Sequence[int]) -> int:
+    """The first of these powers of two that holds so many, or one above them: each is compiled."""
+    return next((size for size in sizes if number <= size), triton.next_power_of_2(number))
+
+
 def find_room(device: torch.device) -> int:
     """Bytes of shared memory that a program can have; the interpreter has what an H200 has."""
     if device.type != "cuda":

@@ -17,14 +17,15 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from depthmix.kernels.plan import Rules, Weights, find_room
-from depthmix.kernels.stages import ROUTER_EPS, apply_gate, gelu, jit
+from depthmix.kernels.compiling import jit
+from depthmix.kernels.plan import Rules, Weights, find_room, pick_size
+from depthmix.kernels.stages import ROUTER_EPS, apply_gate, gelu
 
 # rows of a matrix product: the fewest that it takes
 BLOCK_ROWS = tl.constexpr(16)
 # parts of the predictor's units that are added up at a time, and the most units of a product
 SUMMED, MOST_UNITS = tl.constexpr(8), 64
-# rows that are decided on are looked at in few sizes, because each is compiled
+# rows that are decided on together
 BLOCKS_DECIDED = (32, 256)
 
 
@@ -159,14 +160,28 @@ def _give_places(
     tl.store(first + row, place + 1 - kept.to(tl.int32), mask=there)
     tl.store(first + num_rows, num_kept)
     tl.store(gate + row, apply_gate(scores, gate_kind), mask=there)
-    nobody = tl.full((block_rows,), -1, tl.int64)
+    nobody = tl.full((block_rows,), -1, tl.int32)
     tl.store(kept_row + row, nobody, mask=there & (row >= num_kept))
-    tl.store(kept_row + place, home.to(tl.int64), mask=kept)
+    tl.store(kept_row + place, home, mask=kept)
     tl.store(index + place, row, mask=kept)
     tl.store(count, num_kept)
 
 
-@jit
+@jit(
+    do_not_specialize=[
+        "cache_row",
+        "previous",
+        "position",
+        "bias",
+        "slot",
+        "first",
+        "taken",
+        "kept_row",
+        "count",
+        "num_rows",
+        "first_tokens",
+    ]
+)
 def _decide(
     x,
     cache_row,
@@ -310,7 +325,7 @@ def _load_if(wanted: tl.constexpr, pointer, inside):
     return tl.load(pointer, mask=inside, other=0.0) if wanted else 0.0
 
 
-@jit
+@jit(do_not_specialize=["index", "count", "num_first"])
 def _multiply(
     source,
     weight,
@@ -512,8 +527,6 @@ class FewRows:
         assert num_rows <= self.num_rows
         heads = [weights.predictor_in, weights.predictor_out, weights.predictor_bias]
         w_in, w_out, bias = (t[route] if t is not None and self.num_units else None for t in heads)
-        few, many = BLOCKS_DECIDED
-        wanted = few if num_rows <= few else max(many, triton.next_power_of_2(num_rows))
         _decide[(triton.cdiv(num_rows, BLOCK_ROWS.value), self.parts)](
             x,
             row,
@@ -549,7 +562,7 @@ class FewRows:
             self.passes,
             block_units=self.block_units,
             block_parts=triton.next_power_of_2(self.parts),
-            block_rows=wanted,
+            block_rows=pick_size(num_rows, BLOCKS_DECIDED),
             block=self.decided,
             num_warps=self.tunings["decide"].num_warps,
         )

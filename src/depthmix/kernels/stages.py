@@ -4,12 +4,12 @@ Each stage reads what others wrote before a barrier and writes what others read 
 Owns how work is cut up between the programs. Knows nothing of blocks and of their order.
 """
 
-import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+from depthmix.kernels.compiling import jit
 
 # the router's and the predictor's own norm
 ROUTER_EPS = tl.constexpr(1e-6)
@@ -42,11 +42,6 @@ class Cut(NamedTuple):
     """Columns of all tiles of a row."""
     pack: int
     """Neighbours that are read as one int32: 2 of 16 bits, else 1."""
-
-
-def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit` of the function itself: a type checker's wrapper hides the names it uses."""
-    return triton.jit(inspect.unwrap(function))
 
 
 @jit

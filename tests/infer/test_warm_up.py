@@ -1,0 +1,45 @@
+"""What `warm_up` compiles is all that any step needs, and it is not much."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "compiled_kernels.py"
+# it takes about half a second to compile one
+MOST_KERNELS = 45
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "mod": {"width": 512, "num_heads": 8, "num_kv_heads": None, "num_layers": 2},
+    "dense_gelu_grouped": {
+        "width": 576,
+        "num_heads": 9,
+        "num_kv_heads": 3,
+        "num_layers": 2,
+        "mlp": "gelu",
+        "vocab_size": 50257,
+        "routing.strategy": "none",
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_step_compiles_what_is_not_warm(name: str) -> None:
+    pytest.importorskip("triton")
+    # what Triton interprets is not compiled
+    done = subprocess.run(
+        [sys.executable, PROGRAM, json.dumps(SHAPES[name])],
+        env={**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["late"] == []
+    assert 20 < told["num_warm"] <= MOST_KERNELS
