@@ -21,7 +21,6 @@ from depthmix.infer.pages import Pages
 from depthmix.kernels import compiling, places
 from depthmix.kernels.compiling import compile_ahead
 from depthmix.nn import Transformer
-from depthmix.nn.transformer import choose_selector
 from depthmix.presets import load_preset
 
 MOST_ROWS, STEP_TOKENS, PAGE_SIZE = 256, 2048, 16
@@ -73,7 +72,7 @@ def report(fields: dict[str, Any]) -> dict[str, Any]:
     config = load_preset("tiny").override(fields)
     with torch.device("meta"):
         model = Transformer(config).to(torch.bfloat16)
-    selector = choose_selector(config, None)
+    selector = config.choose_selector(None)
     num_pages = count_pages(config, selector, MOST_ROWS, PAGE_SIZE)
     pages = Pages(num_pages, PAGE_SIZE, config.num_layers, MOST_ROWS, 4)
     runner = FusedRunner(model, pages, selector, STEP_TOKENS)

@@ -349,10 +349,17 @@ def test_derived_values_fit_together(tree: dict[str, Any]) -> None:
     twin = config.dense_twin()
     assert twin.routed_layers == ()
     assert (twin.experts, twin.shape) == (config.experts, config.shape)
-    selector = config.causal_selector
-    # experts may lack the predictor that the depth has
-    if selector == "router" or (selector is not None and config.experts.predictor):
-        assert config.find_selector_problem(selector) is None
+    # whoever generates or scores asks the head that was trained, or has to be told
+    if not config.needs_selector_to_decode:
+        assert config.causal_selector is None
+        assert config.choose_selector(None) is None
+    elif config.causal_selector is None:
+        with pytest.raises(ValueError, match="no head of this model was trained"):
+            config.choose_selector(None)
+    else:
+        assert config.find_selector_problem(config.causal_selector) is None
+        assert config.choose_selector(None) == config.causal_selector
+    assert config.choose_selector("all") == "all"
 
 
 def _look_up(config: ModelConfig, dotted: str) -> Any:

@@ -29,6 +29,8 @@ __all__ = [
 ]
 
 SELECTORS: tuple[str, ...] = get_args(Selector)
+# those that look at no later token
+CAUSAL_SELECTORS = ("predictor", "router", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,14 @@ class RoutingConfig:
     def has_predictor(self) -> bool:
         """Whether routed blocks carry a predictor."""
         return self.predictor and self.has_target
+
+    @property
+    def causal_head(self) -> Literal["predictor", "router"] | None:
+        """The head that is trained to decide over depth causally, or None."""
+        if self.has_predictor:
+            return "predictor"
+        trained = self.has_target and self.aux_loss_weight > 0
+        return "router" if trained or self.strategy == "token_choice" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,13 +235,21 @@ class ModelConfig:
         return tuple(first + (last - first) * share for share in shares)
 
     @property
-    def causal_selector(self) -> Literal["predictor", "router"] | None:
-        """The trained head that takes causal decisions over depth, or None."""
-        routing = self.routing
-        if routing.has_predictor:
-            return "predictor"
-        trained = routing.has_target and routing.aux_loss_weight > 0
-        return "router" if trained or routing.strategy == "token_choice" else None
+    def causal_selector(self) -> str | None:
+        """The selector that the model is trained to decide by causally, depth and experts alike.
+
+        None where no head is trained for it, and where the training rule is causal by itself.
+        """
+        if not self.needs_selector_to_decode:
+            return None
+        experts = self.experts
+        wanted = [self.routing.causal_head] if self.routed_layers else ["predictor", "router"]
+        chosen_by_experts = self.expert_layers and experts.strategy == "expert_choice"
+        if chosen_by_experts and experts.aux_loss_weight == 0:
+            # nothing taught the experts' router that its scores should be positive for its choices
+            wanted = [head for head in wanted if head != "router"]
+        known = (head for head in wanted if head and self.find_selector_problem(head) is None)
+        return next(known, None)
 
     @property
     def needs_selector_to_decode(self) -> bool:
@@ -263,6 +281,28 @@ class ModelConfig:
                     "experts.predictor = true, or use selector 'router'"
                 )
         return None
+
+    def choose_selector(self, wanted: str | None) -> str | None:
+        """The causal selector to generate and to score with: the one that was trained, or `wanted`.
+
+        A model without a trained one has to be told: whatever it took would be a guess.
+        """
+        fits = [s for s in CAUSAL_SELECTORS if self.find_selector_problem(s) is None]
+        advice = f"use {' or '.join(map(repr, fits))}"
+        if wanted == "topk":
+            raise ValueError(f"selector 'topk' looks at tokens that are not written yet: {advice}")
+        problem = self.find_selector_problem(wanted)
+        if problem is not None:
+            # the rest of that sentence is for training: 'topk' is fine, a head can be added
+            raise ValueError(f"{problem.split(': ')[0]}: {advice}")
+        if wanted is not None or not self.needs_selector_to_decode:
+            return wanted
+        if self.causal_selector is None:
+            raise ValueError(
+                f"no head of this model was trained to decide causally, so name its selector: "
+                f"{advice}"
+            )
+        return self.causal_selector
 
     def dense_twin(self) -> "ModelConfig":
         """The same model with every token through every block."""

@@ -183,7 +183,7 @@ def _list_routing(config: ModelConfig, ascii_only: bool) -> dict[str, str]:
         where = "too deep to draw"
     if not routed:
         return dict(zip(labels, (NONE, where, NONE, "-", "-", "-"), strict=True))
-    head = config.causal_selector or NONE
+    head = routing.causal_head or NONE
     if head == "predictor":
         head = f"predictor, width {routing.predictor_width}"
     return dict(

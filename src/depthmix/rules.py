@@ -111,7 +111,7 @@ def _routing_problems(config: "ModelConfig", routing: "RoutingConfig") -> Iterat
             f"routing.aux_loss_weight must be 0 under {routing.strategy}, which has no top-k to "
             f"learn: use expert_choice, early_exit or causal"
         )
-    if routing.strategy == "causal" and config.causal_selector is None:
+    if routing.strategy == "causal" and routing.causal_head is None:
         yield (
             "routing.strategy = 'causal' needs a trained head to decide: set "
             "routing.predictor = true, or routing.aux_loss_weight above 0"

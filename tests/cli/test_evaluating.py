@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from depthmix.checkpoint import load_model
 from depthmix.cli import main
@@ -67,6 +67,24 @@ def test_an_exported_folder_gives_the_same_numbers(
     assert found["selector"] == "predictor"
     assert found["tasks"] == evaluate(capsys, run, *tasks)["tasks"]
     assert "text" not in found
+
+
+def test_tasks_never_look_ahead(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a head that was trained to decide, nothing is guessed: the selector is asked for."""
+    pytest.importorskip("lm_eval")
+    folder = write_exported(run, tmp_path / "exported")
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    tree = json.loads(config.read_text())
+    tree["routing"]["predictor"] = False
+    config.write_text(json.dumps(tree))
+    save_file({n: v for n, v in load_file(weights).items() if "predictor" not in n}, weights)
+    tasks = ("--tasks", "python_syntax", "--limit", "5")
+    assert main(["eval", str(folder), *tasks]) == 2
+    told = "trained to decide causally, so name its selector: use 'router' or 'all'"
+    assert told in capsys.readouterr().err
+    assert evaluate(capsys, folder, *tasks, "--selector", "router")["selector"] == "router"
 
 
 def test_dense_and_upcycled_agree_where_nothing_is_skipped(

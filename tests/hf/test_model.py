@@ -18,7 +18,6 @@ from transformers.utils import hub
 
 from depthmix.hf import DepthmixConfig, DepthmixForCausalLM
 from depthmix.nn import Transformer
-from depthmix.nn.transformer import choose_selector
 from depthmix.train.loss import IGNORE, language_model_loss, routing_loss
 from hf_models import make_hf_model, pad_left
 from variants import NAMES, gradients_of, make_config, make_model, make_tokens, pad_rows
@@ -41,7 +40,7 @@ def test_logits_of_a_saved_model_are_the_native_ones(
     assert not any(info.values())
     native, config = make_model(name, dtype=dtype).eval(), make_config(name)
     tokens = make_tokens(config, 3, 15)
-    selector = choose_selector(config, loaded.config.selector)
+    selector = config.choose_selector(loaded.config.selector)
     with torch.no_grad():
         assert torch.equal(loaded(tokens).logits, native(tokens, selector=selector).logits)
     assert loaded.config.tie_word_embeddings == config.tied_head

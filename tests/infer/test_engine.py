@@ -16,7 +16,6 @@ from depthmix.infer.engine import count_pages
 from depthmix.infer.runner import Done, Runner
 from depthmix.infer.steps import Work
 from depthmix.nn import Transformer
-from depthmix.nn.transformer import choose_selector
 from variants import make_config, make_model, make_tokens
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -483,17 +482,35 @@ def test_a_step_that_failed_can_be_tried_again(
     ],
 )
 def test_the_best_selector_is_chosen(name: str, selector: str | None) -> None:
-    assert choose_selector(make_config(name), None) == selector
+    assert make_config(name).choose_selector(None) == selector
     assert Engine(get_model(name)).selector == selector
-    assert choose_selector(make_config(name), "all") == "all"
+    assert make_config(name).choose_selector("all") == "all"
 
 
-@pytest.mark.parametrize("selector", [None, "router", "predictor"])
-def test_a_random_choice_cannot_decide_causally(selector: str | None) -> None:
-    told = f"^a random choice has no causal head for selector '{selector or 'router'}': use 'all'$"
+@pytest.mark.parametrize("selector", ["router", "predictor"])
+def test_a_random_choice_cannot_decide_causally(selector: str) -> None:
+    told = f"^a random choice has no causal head for selector '{selector}': use 'all'$"
     with pytest.raises(ValueError, match=told):
         Engine(get_model("stochastic"), selector=selector)
     assert Engine(get_model("stochastic"), selector="all").selector == "all"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "advice"),
+    [
+        ("stochastic", {}, "use 'all'"),
+        ("mod", {"routing.predictor": False}, "use 'router' or 'all'"),
+        ("moe_gelu_every_2", {"experts.aux_loss_weight": 0.0}, "use 'router' or 'all'"),
+    ],
+)
+def test_a_model_without_a_trained_head_is_told_who_decides(
+    name: str, overrides: dict[str, Any], advice: str
+) -> None:
+    model = make_model(make_config(name, **overrides))
+    told = f"^no head of this model was trained to decide causally, .*: {advice}$"
+    with pytest.raises(ValueError, match=told):
+        Engine(model)
+    assert Engine(model, selector="all").selector == "all"
 
 
 @pytest.mark.parametrize(
@@ -510,9 +527,9 @@ def test_advice_names_selectors_that_the_engine_takes(
 ) -> None:
     config = make_config(name)
     with pytest.raises(ValueError, match=f"{advice}$"):
-        choose_selector(config, selector)
+        config.choose_selector(selector)
     for named in advice.partition(": use ")[2].split(" or "):
-        assert choose_selector(config, named.strip("'")) == named.strip("'")
+        assert config.choose_selector(named.strip("'")) == named.strip("'")
 
 
 def test_a_cpu_is_invariant_unless_told() -> None:

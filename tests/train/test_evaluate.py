@@ -17,7 +17,6 @@ from depthmix.train.evaluate import (
     TokenBatch,
     bits_per_byte,
     describe_routing,
-    find_causal_selector,
     look_at_batch,
     validate,
 )
@@ -109,7 +108,7 @@ def test_validation_is_the_mean_over_batches(name: str) -> None:
     batches = [make_batch(model, num_rows=2 + seed, seed=seed) for seed in range(3)]
     found, gates = validate(Root(model), config, iter(batches), None)
     assert not any(value.requires_grad for value in found.values())
-    causal = find_causal_selector(config)
+    causal = config.causal_selector
     names = {"loss": None}
     if config.needs_selector_to_decode:
         names = {"loss_topk": None} | ({"loss_causal": causal} if causal else {})
@@ -183,7 +182,7 @@ def test_the_causal_loss_asks_the_causal_head(name: str) -> None:
 def test_the_causal_selector_is_one_that_was_trained(
     name: str, overrides: dict[str, Any], selector: str | None
 ) -> None:
-    assert find_causal_selector(make_config(name, **overrides)) == selector
+    assert make_config(name, **overrides).causal_selector == selector
 
 
 def test_a_model_without_a_causal_head_has_one_loss() -> None:

@@ -122,9 +122,8 @@ def evaluate(
 
         with tell_missing("eval"):
             from depthmix.eval.tasks import TaskModel, run_tasks
-        from depthmix.train.evaluate import find_causal_selector
 
-        chosen = selector or find_causal_selector(source.config)
+        chosen = selector or source.config.choose_selector(None)
         options: dict[str, Any] = {"selector": chosen, "batch_size": batch}
         options |= {"chat": source.chat} if chat else {}
         adapter = TaskModel(network, *vocabulary, **options)

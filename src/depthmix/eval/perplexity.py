@@ -18,7 +18,7 @@ from depthmix.config import ModelConfig
 from depthmix.eval.trace import Window, cut_windows
 from depthmix.nn import Transformer
 from depthmix.nn.transformer import Hidden
-from depthmix.train.evaluate import bits_per_byte, find_causal_selector
+from depthmix.train.evaluate import bits_per_byte
 from depthmix.train.loss import IGNORE
 
 # logits of so many tokens at once
@@ -99,7 +99,7 @@ def list_rules(config: ModelConfig) -> dict[str, str | None]:
     """Name of each rule that a model can be judged by → its selector."""
     if not config.needs_selector_to_decode:
         return {"dense" if not config.routed_layers else "topk": None}
-    causal = find_causal_selector(config)
+    causal = config.causal_selector
     return {"topk": None} | ({} if causal is None else {"causal": causal})
 
 

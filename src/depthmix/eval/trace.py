@@ -17,7 +17,6 @@ from depthmix.config import ModelConfig
 from depthmix.infer.text import TextStream
 from depthmix.nn import Transformer
 from depthmix.report.traces import FORMAT, VERSION
-from depthmix.train.evaluate import find_causal_selector
 
 if TYPE_CHECKING:
     import tokenizers
@@ -94,7 +93,7 @@ def trace_tokens(
     device = model.embedding.weight.device
     windows = list(cut_windows(stream, config.max_seq_len, end_token if document_mask else None))
     rules = {"topk": _follow(model, windows, None, LABELS[config.routing.strategy], device)}
-    selector = find_causal_selector(config)
+    selector = config.causal_selector
     if selector is not None:
         rules["causal"] = _follow(model, windows, selector, "causal", device)
     return {

@@ -24,7 +24,7 @@ from depthmix.hf.config import STUB, DepthmixConfig
 from depthmix.nn import MixtureOfDepths, Transformer
 from depthmix.nn.layers import Linear
 from depthmix.nn.losses import IGNORE, routing_loss
-from depthmix.nn.transformer import Hidden, choose_selector
+from depthmix.nn.transformer import Hidden
 
 ALIGNMENT = 64
 
@@ -201,7 +201,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
             # the rule that the model is trained by
             selector = None
         elif selector != "topk" or cache is not None:
-            selector = choose_selector(config, selector)
+            selector = config.choose_selector(selector)
         return self.model.compute_hidden(
             tokens, selector=selector, document_ids=documents, cache=cache
         )

@@ -25,7 +25,6 @@ from depthmix.infer.steps import Flight, Outcome, StepRunner, Work
 from depthmix.infer.text import TextStream
 from depthmix.infer.track import Track
 from depthmix.nn import Transformer
-from depthmix.nn.transformer import choose_selector
 
 # seeds of a request's samples lie this far apart: no two requests' samples meet by counting up
 SEED_STRIDE = 0x5DEECE66D
@@ -98,7 +97,7 @@ class Engine:
             raise ValueError(f"cache_tokens = {cache_tokens} must be a page or more: {page_size}")
         self.model, self.config, self.decode = model, config, decode
         self.invariant = not on_gpu if invariant is None else invariant
-        chosen = choose_selector(config, selector)
+        chosen = config.choose_selector(selector)
         if cache_tokens is not None:
             num_pages = cache_tokens // page_size * config.num_layers
         else:

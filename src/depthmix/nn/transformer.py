@@ -24,7 +24,6 @@ from depthmix.nn.routing import Routing
 EMBEDDING_STD = 0.02
 
 # the best first
-CAUSAL_SELECTORS = ("predictor", "router", "all")
 
 
 class Hidden(NamedTuple):
@@ -229,21 +228,6 @@ class Transformer(nn.Module):
                 "a cache does not hold the future that top-k and capacities look at: decode with "
                 "selector 'predictor', 'router' or 'all'"
             )
-
-
-def choose_selector(config: ModelConfig, selector: str | None) -> str | None:
-    """The causal selector to generate with: the one asked for, or the best that there is."""
-    fits = [s for s in CAUSAL_SELECTORS if config.find_selector_problem(s) is None]
-    advice = f"use {' or '.join(map(repr, fits))}"
-    if selector == "topk":
-        raise ValueError(f"selector 'topk' looks at tokens that are not written yet: {advice}")
-    if selector is None and config.needs_selector_to_decode:
-        selector = "predictor" if "predictor" in fits else "router"
-    problem = config.find_selector_problem(selector)
-    if problem is not None:
-        # the rest of that sentence is for training, where 'topk' is fine and a head can be added
-        raise ValueError(f"{problem.split(': ')[0]}: {advice}")
-    return selector
 
 
 def count_positions(document_ids: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:

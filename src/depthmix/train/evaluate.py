@@ -38,7 +38,7 @@ def validate(
     """
     selectors: dict[str, str | None] = {"loss": None}
     if config.needs_selector_to_decode:
-        causal = find_causal_selector(config)
+        causal = config.causal_selector
         selectors = {"loss_topk": None} | ({} if causal is None else {"loss_causal": causal})
     sums: dict[str, Tensor] = {}
     weights: list[list[Tensor]] = [[] for _ in config.routed_layers]
@@ -91,21 +91,6 @@ def add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
 def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
     """A loss in nats a token, told by the text's bytes: comparable between tokenizers."""
     return None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
-
-
-def find_causal_selector(config: ModelConfig) -> str | None:
-    """The selector that generation uses, if this model is trained to have one."""
-    experts = config.experts
-    wanted = [config.causal_selector] if config.routed_layers else ["predictor", "router"]
-    if (
-        config.expert_layers
-        and experts.strategy == "expert_choice"
-        and experts.aux_loss_weight == 0
-    ):
-        # nothing taught the experts' router that its scores should be positive for its choices
-        wanted = [selector for selector in wanted if selector != "router"]
-    known = [s for s in wanted if s is not None and config.find_selector_problem(s) is None]
-    return known[0] if known else None
 
 
 def describe_routing(scored: Any) -> dict[str, Tensor]:
