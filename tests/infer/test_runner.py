@@ -4,12 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from depthmix import fields
+from depthmix.config import ModelConfig
 from depthmix.infer.depth import Usage
 from depthmix.infer.pages import Pages
-from depthmix.infer.runner import Done, Runner, Work
+from depthmix.infer.runner import KNOWN_FIELDS, Done, Runner, Work, find_shape_obstacle
 from depthmix.infer.scheduler import Chunk
 from depthmix.nn import Output, Transformer
-from variants import causal_cases, make_model, make_tokens
+from variants import causal_cases, make_config, make_model, make_tokens
 
 CASES = causal_cases()
 
@@ -140,3 +142,13 @@ def test_the_cache_has_the_models_type() -> None:
         model = make_model("dense", dtype=dtype)
         runner = Runner(model, Pages(8, 4, model.config.num_layers, 1), None, record=False)
         assert runner.cache.key.dtype == runner.cache.value.dtype == dtype
+
+
+def test_kernels_are_used_only_for_what_they_know() -> None:
+    assert find_shape_obstacle(make_config("mod"), torch.float32) is None
+    told = find_shape_obstacle(make_config("mod_kv"), torch.float32)
+    assert told == "kernels know nothing of its routing.kv_capacity = 0.5"
+    # whoever adds a field decides here: kernels take it into account, or such models do without
+    names = {n for n in fields.flatten(ModelConfig().to_dict()) if not n.startswith("experts.")}
+    assert names - KNOWN_FIELDS == {"routing.kv_capacity"}
+    assert names >= KNOWN_FIELDS

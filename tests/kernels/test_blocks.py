@@ -330,3 +330,29 @@ def test_real_sizes_in_bf16_are_as_good_as_the_model(name: str, selector: str | 
         error = (torch.cat(bench.logits[row]) - truth).square().mean()
         # root mean squares, as far as the model's own forward pass is off and some more
         assert error.sqrt() < 1.5 * usual.sqrt() + 1e-3 * truth.square().mean().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ("rules", {"gate": "soft"}, "there is no gate 'soft'"),
+        ("rules", {"selector": "topk"}, "there is no selector 'topk'"),
+        ("rules", {"num_heads": 4}, "w_qkv must be"),
+        ("weights", {"router": None}, "routed_layers need the router"),
+        ("weights", {"norm": torch.ones(5)}, "norm must be"),
+    ],
+)
+def test_mistakes_are_told(part: str, changes: dict[str, Any], message: str) -> None:
+    bench = Bench(make("mod"), "predictor", num_rows=1, most=4)
+    blocks = bench.blocks
+    parts = {"weights": blocks.weights, "rules": blocks.rules}
+    parts[part] = parts[part]._replace(**changes)
+    with pytest.raises(ValueError, match=message):
+        blocks_module.Blocks(
+            *parts.values(),
+            blocks.pools,
+            bench.config.capacities,
+            most_tokens=4,
+            most_sampled=4,
+            newest=bench.newest,
+        )

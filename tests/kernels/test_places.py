@@ -383,7 +383,7 @@ def check_packing(
 
     index, slot, first, count = junk(most), junk(most), junk(step.num_chunks + 1), junk(1)
     gate, taken = poison(most), junk(most, dtype=torch.uint8)
-    ours_row = junk(num_alone, dtype=torch.int64)
+    ours_row = junk(num_alone)
     places.pack_tokens(
         wish,
         score,
@@ -422,6 +422,13 @@ def test_packing(gate_kind: str, first_tokens: int, exits: bool) -> None:
     options = {"gate_kind": gate_kind, "first_tokens": first_tokens, "exits": exits}
     number = check_packing(step, 6, bias=0.0, **options)
     assert 5 < number < 50
+
+
+def test_an_unknown_gate_is_not_taken_for_another() -> None:
+    options = {"gate_kind": "soft", "first_tokens": 0, "exits": False}
+    # the interpreter and the compiler each wrap it in an error of their own
+    with pytest.raises(Exception, match=r"static_assert|AssertionError"):
+        check_packing(Step(6, 1, [6]), 1, bias=0.0, **options)
 
 
 @pytest.mark.parametrize("block", [8, 16])

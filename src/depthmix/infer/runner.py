@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from depthmix import fields
 from depthmix.config import ModelConfig
 from depthmix.infer.cache import LayerUse, PagedCache, Span, StepCache, add_uses
 from depthmix.infer.decode import DecodeStep
@@ -23,6 +24,19 @@ from depthmix.infer.steps import Outcome, Ready, Work
 from depthmix.kernels import HAS_TRITON
 from depthmix.nn import Transformer
 from depthmix.nn.transformer import Hidden
+
+# what kernels that know a whole model take into account, or need not: how it was trained
+KNOWN_FIELDS = {
+    *("vocab_size", "max_seq_len", "num_layers", "width", "num_heads", "num_kv_heads"),
+    *("head_width", "mlp_width", "mlp", "qk_norm", "qkv_bias", "tied_head", "norm_eps"),
+    *("rope_theta", "rope_factors"),
+    *("routing.strategy", "routing.layers", "routing.every", "routing.first_dense"),
+    *("routing.capacity", "routing.capacity_first", "routing.capacity_last"),
+    *("routing.first_tokens", "routing.gate", "routing.normalize_input"),
+    *("routing.predictor", "routing.predictor_width"),
+    *("routing.init_std", "routing.aux_loss_weight", "routing.predictor_loss_weight"),
+    "routing.balance_loss_weight",
+}
 
 
 class Done(NamedTuple):
@@ -249,8 +263,12 @@ def find_shape_obstacle(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return f"its weights are {dtype}"
     if config.expert_layers:
         return "its blocks have experts"
-    if config.routing.kv_capacity is not None:
-        return "it routes keys and values apart from queries"
+    # a field that is added to models is unknown to kernels until it is named there
+    default = fields.flatten(ModelConfig().to_dict())
+    for name, value in fields.flatten(config.to_dict()).items():
+        is_known = name in KNOWN_FIELDS or name.startswith("experts.")
+        if not is_known and value != default[name]:
+            return f"kernels know nothing of its {name} = {value}"
     return None
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthmix.kernels import chunks, places
-from depthmix.kernels.plan import Rules, Weights
+from depthmix.kernels.plan import Rules, Weights, check_model
 from depthmix.kernels.routed import BLOCK_ROWS, FewRows, Places
 
 # tokens of a step, or places of a routed block in it, up to which products of few rows are faster
@@ -70,6 +70,7 @@ class Blocks:
         newest: Int[Tensor, " rows"],
     ) -> None:
         """`newest` is where the newest token of each row stands."""
+        check_model(weights, rules, pools.key.shape[0], pools.key.shape[3])
         self.newest = newest
         self.weights, self.rules, self.pools = weights, rules, pools
         device, dtype = weights.embedding.device, weights.embedding.dtype

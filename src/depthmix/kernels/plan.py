@@ -200,25 +200,40 @@ def check_plan(
     weights: Weights, rules: Rules, key_pages: Tensor, value_pages: Tensor, tuning: Tuning
 ) -> None:
     """Refuse tensors and numbers that do not fit each other, with a sentence."""
-    num_layers, width = weights.norm_attention.shape
     num_kv_heads, head_width = key_pages.shape[1], key_pages.shape[3]
-    mlp_width = weights.w_mlp_out.shape[2]
-    pages = (("key_pages", key_pages), ("value_pages", value_pages))
-    for name, tensor in (*weights._asdict().items(), *pages):
-        if tensor is not None and not tensor.is_contiguous():
+    for name, tensor in (("key_pages", key_pages), ("value_pages", value_pages)):
+        if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous")
     if weights.qkv_bias is not None:
         raise ValueError("this kernel knows no biases of queries, keys and values")
     if head_width < 16 or head_width & (head_width - 1):
         raise ValueError(f"the head width must be a power of two from 16 on, not {head_width}")
+    check_model(weights, rules, num_kv_heads, head_width)
+    if value_pages.shape != key_pages.shape or value_pages.dtype != key_pages.dtype:
+        raise ValueError("value_pages must have the shape and the type of key_pages")
+    for name in ("tile", "min_columns", "chunk", "max_splits"):
+        value = getattr(tuning, name)
+        if value < 1 or value & (value - 1):
+            raise ValueError(f"{name} must be a power of two, not {value}")
+
+
+def check_model(weights: Weights, rules: Rules, num_kv_heads: int, head_width: int) -> None:
+    """Refuse weights and rules that do not fit each other, or that no kernel knows."""
+    num_layers, width = weights.norm_attention.shape
+    mlp_width = weights.w_mlp_out.shape[2]
+    for name, tensor in weights._asdict().items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
     if rules.num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads = {rules.num_heads} must be a multiple of the pages' {num_kv_heads} heads"
         )
+    num_projected = (rules.num_heads + 2 * num_kv_heads) * head_width
     shapes = {
         "phase_table": (weights.phase_table.shape[0], 2, head_width // 2),
         "norm_attention": (num_layers, width),
-        "w_qkv": (num_layers, (rules.num_heads + 2 * num_kv_heads) * head_width, width),
+        "w_qkv": (num_layers, num_projected, width),
+        "qkv_bias": (num_layers, num_projected),
         "w_attn_out": (num_layers, width, rules.num_heads * head_width),
         "norm_mlp": (num_layers, width),
         "w_in": (num_layers, (1 if weights.w_in.shape[1] == mlp_width else 2) * mlp_width, width),
@@ -233,8 +248,6 @@ def check_plan(
         tensor = getattr(weights, name)
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must be {shape}, not {tuple(tensor.shape)}")
-    if value_pages.shape != key_pages.shape or value_pages.dtype != key_pages.dtype:
-        raise ValueError("value_pages must have the shape and the type of key_pages")
     if rules.gate not in GATES:
         raise ValueError(f"there is no gate '{rules.gate}': use one of {', '.join(GATES)}")
     if rules.selector not in SELECTORS:
@@ -247,7 +260,3 @@ def check_plan(
         raise ValueError(
             "selector 'predictor' needs the predictor's weights: give them, or use 'router'"
         )
-    for name in ("tile", "min_columns", "chunk", "max_splits"):
-        value = getattr(tuning, name)
-        if value < 1 or value & (value - 1):
-            raise ValueError(f"{name} must be a power of two, not {value}")

@@ -275,6 +275,8 @@ def apply_gate(score, gate: tl.constexpr):
         # 1 + tanh(r)
         weight = 2.0 * tl.sigmoid(2.0 * score)
     else:
+        # one that is added elsewhere and forgotten here must not count as another
+        tl.static_assert(gate == "unit")
         weight = score * 0.0 + 1.0
     return weight
 
