@@ -428,7 +428,7 @@ def test_an_unknown_gate_is_not_taken_for_another() -> None:
     options = {"gate_kind": "soft", "first_tokens": 0, "exits": False}
     # the interpreter and the compiler each wrap it in an error of their own
     with pytest.raises(Exception, match=r"static_assert|AssertionError"):
-        check_packing(Step(6, 1, [6]), 1, bias=0.0, **options)
+        check_packing(Step(60, 6, [17, 0, 9, 1, 20, 0]), 6, bias=0.0, **options)
 
 
 @pytest.mark.parametrize("block", [8, 16])
