@@ -84,11 +84,12 @@ def test_flops_are_kept_while_the_capacity_falls(
     def total(num_steps: int) -> int:
         """Step by step."""
         run = RunConfig(model=model, train=Recipe(steps=num_steps, **falling, **sizes))
-        stages, spent, now = list_stages(run, num_steps), 0, model
-        prices = {m: flops.training_flops(m, **sizes) for m in stages.values()}
+        stages, spent = list_stages(run, num_steps), 0
+        prices = {step: flops.training_flops(m, **sizes) for step, m in stages.items()}
+        price = flops.training_flops(model, **sizes)
         for step in range(num_steps):
-            now = stages.get(step, now)
-            spent += prices[now]
+            price = prices.get(step, price)
+            spent += price
         assert count_flops(run, num_steps) == spent
         return spent
 

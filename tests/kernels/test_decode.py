@@ -296,7 +296,7 @@ def test_tiles_and_splits_that_divide_nothing(overrides: dict[str, Any]) -> None
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_pages_of_16_bits(dtype: torch.dtype) -> None:
     model = make(**DENSE).to(DEVICE).requires_grad_(False)
-    tokens = make_tokens(model.config, 7).to(DEVICE)
+    tokens = make_tokens(model.config, 4).to(DEVICE)
     wide, narrow = Session(model, None), Session(model, None, page_dtype=dtype)
     assert narrow.step.plan.heads.pack == 2
     truth, ours = wide.decode(tokens)[0], narrow.decode(tokens)[0]
