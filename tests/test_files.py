@@ -1,15 +1,24 @@
-"""Files are replaced whole: a full disk leaves the old one, and says which file it was."""
+"""Files are replaced whole, on disk when that is said, hashed and locked.
 
+A full disk leaves the old file, and the error says which it was.
+"""
+
+import errno
+import hashlib
+import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from depthmix import files
 from depthmix.cli import main
-from depthmix.files import replace_file
+from depthmix.files import hash_file, lock_folder, replace_file, sync_folder, take_lock
 from depthmix.report.figures import draw_figures
 from depthmix.report.shapes import Chart, Panel, Point, Series
 from depthmix.report.traces import write_trace
@@ -44,6 +53,43 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     with full_disk(), pytest.raises(OSError, match="File too large") as error:
         replace_file(path, "new" * 100)
     assert error.value.filename == str(path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, done = tmp_path / "a.txt", []
+    path.write_text("old")
+    sync, replace = os.fsync, os.replace
+
+    def record_sync(number: int) -> None:
+        done.append("folder" if os.path.isdir(f"/dev/fd/{number}") else path.read_text())
+        sync(number)
+
+    def record_replace(part: Path, whole: Path) -> None:
+        done.append(Path(part).read_text())
+        replace(part, whole)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    replace_file(path, "new")
+    assert done == ["old", "new", "folder"]
+
+
+def test_whatever_stops_it_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", stop)
+    with pytest.raises(KeyboardInterrupt):
+        replace_file(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -86,3 +132,76 @@ def test_nothing_that_was_seen_or_drawn_is_lost(
         assert main(["view", str(trace)]) == 2
     assert capsys.readouterr().err == f"depthmix: {page}: File too large\n"
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_syncing_what_is_no_folder_is_harmless(tmp_path: Path) -> None:
+    sync_folder(tmp_path / "gone")
+    assert not (tmp_path / "gone").exists()
+
+
+def test_a_folder_that_cannot_be_synced_is_one_thing_and_a_full_disk_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    number = errno.EINVAL
+    sync_folder(tmp_path)
+    number = errno.ENOSPC
+    with pytest.raises(OSError, match="No space left"):
+        sync_folder(tmp_path)
+
+
+def test_a_file_has_its_sha256(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 5000
+    (tmp_path / "a").write_bytes(content)
+    assert hash_file(tmp_path / "a") == hashlib.sha256(content).hexdigest()
+
+
+LOCK = (
+    "import sys; from pathlib import Path; from depthmix.files import lock_folder\n"
+    "with lock_folder(Path(sys.argv[1])): print('held')"
+)
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    command = [sys.executable, "-c", LOCK, str(tmp_path)]
+    with lock_folder(tmp_path):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert "another process is writing to" in done.stderr
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"held\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shared_locks_keep_out_only_one_that_is_not(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    (tmp_path / "a").touch()
+    with open(tmp_path / "a") as one, open(tmp_path / "a") as other:
+        assert take_lock(one.fileno(), shared=True)
+        assert not take_lock(other.fileno())
+        assert take_lock(other.fileno(), shared=True)
+    with open(tmp_path / "a") as one, open(tmp_path / "a") as other:
+        assert take_lock(one.fileno())
+        assert not take_lock(other.fileno(), shared=True)
+
+
+def test_works_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def fail(number: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with lock_folder(tmp_path):
+        held = True
+    monkeypatch.setattr(files, "fcntl", None)
+    assert take_lock(-1)
+    with lock_folder(tmp_path):
+        assert held
+
+
+def test_loads_where_there_is_no_fcntl() -> None:
+    code = "import sys; sys.modules['fcntl'] = None; import depthmix.files, depthmix.rundir"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -190,7 +190,7 @@ def test_resuming_leaves_no_record_twice(run: RunDir) -> None:
     # the old file is gone: a record must not go there
     run.append_metrics({"step": 5, "kind": "train", "first": False})
     assert run.read_metrics()[-1] == {"step": 5, "kind": "train", "first": False}
-    assert [p.name for p in run.path.iterdir() if p.name.endswith(".new")] == []
+    assert [p.name for p in run.path.iterdir() if p.name.endswith(".part")] == []
 
 
 def test_truncating_nothing_makes_no_file(run: RunDir) -> None:
@@ -205,7 +205,7 @@ def test_a_full_disk_is_reported_with_the_file(run: RunDir) -> None:
         run.append_metrics({"step": 1, "kind": "train"})
     assert caught.value.filename == str(run.metrics)
     run.close()
-    (run.path / ".status.json.new").symlink_to("/dev/full")
+    (run.path / "status.json.part").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left") as caught:
         run.write_status("running", step=1, num_steps=2, loss=None)
     assert caught.value.filename == str(run.path / "status.json")

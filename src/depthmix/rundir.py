@@ -4,7 +4,6 @@ Owns the names and formats of the files (docs/runs.md), and that a kill leaves t
 not know what a metric means, what is in a checkpoint, or torch.
 """
 
-import fcntl
 import json
 import math
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from depthmix.fields import suggest
-from depthmix.files import name_file, replace_file
+from depthmix.files import name_file, replace_file, take_lock
 
 State = Literal["running", "finished", "interrupted", "failed"]
 MAX_DEPTH = 3
@@ -169,9 +168,9 @@ class RunDir:
         """Keep other trainers out; the kernel lets go when the process dies, however it does."""
         with open(self.path / ".lock", "a+", encoding="utf-8") as file:
             # whoever lists runs holds the lock for an instant: that is no reason to refuse
-            if not _take_lock(file.fileno(), fcntl.LOCK_EX):
+            if not take_lock(file.fileno()):
                 time.sleep(0.2)
-                if not _take_lock(file.fileno(), fcntl.LOCK_EX):
+                if not take_lock(file.fileno()):
                     file.seek(0)
                     raise ValueError(
                         f"another process ({file.read().strip()}) is training in '{self.path}': "
@@ -184,7 +183,7 @@ class RunDir:
     def is_locked(self) -> bool:
         """Whether a live process is training in this run."""
         with suppress(OSError), open(self.path / ".lock", "rb") as file:
-            return not _take_lock(file.fileno(), fcntl.LOCK_SH)
+            return not take_lock(file.fileno(), shared=True)
         return False
 
 
@@ -260,17 +259,6 @@ def _cut_torn_line(path: Path) -> None:
     if path.is_file():
         with open(path, "rb+") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
-
-
-def _take_lock(file: int, kind: int) -> bool:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # some network file systems have no locks: better to train without one than not at all
-        pass
-    return True
 
 
 def _to_json(value: Mapping[str, Any], indent: int | None = None) -> str:

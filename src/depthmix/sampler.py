@@ -18,7 +18,7 @@ from depthmix.checkpoint.folder import list_checkpoints, name_checkpoint
 from depthmix.checkpoint.weights import choose_checkpoint
 from depthmix.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 from depthmix.data.tokenizer import TOKENIZER_FILE, find_end_token, load_tokenizer
-from depthmix.data.writer import hash_file
+from depthmix.files import hash_file
 from depthmix.infer import Engine, Event, SamplingParams
 from depthmix.rundir import RunDir
 

@@ -306,7 +306,7 @@ def kill_before(n):
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*args, **kwargs)
         setattr(module, name, counted)
-    for name in ("fsync", "rename", "mkdir", "unlink", "rmdir"):
+    for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
         wrap(os, name)
     wrap(hashlib, "file_digest")
 

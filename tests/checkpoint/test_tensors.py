@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from depthmix.checkpoint import collect_tensors, restore_tensors
-from depthmix.checkpoint.ranks import Ranks
 from depthmix.checkpoint.tensors import copy_to_cpu, name_files, read_part, read_tensors
 from depthmix.checkpoint.tensors import write_tensors as write_shards
+from depthmix.world import join_world
 
 
 def write_tensors(folder: Path, tensors: dict[str, dict[str, torch.Tensor]]) -> list[str]:
-    write_shards(folder, tensors, Ranks())
-    return [path.name for path in name_files(folder, list(tensors), Ranks())]
+    write_shards(folder, tensors, join_world())
+    return [path.name for path in name_files(folder, list(tensors), join_world())]
 
 
 def test_a_tied_tensor_is_there_once(make_training: Any) -> None:
@@ -128,7 +128,7 @@ def test_every_type_and_shape_comes_back_bitwise(tmp_path: Path) -> None:
 
     filled = {"model": {name: torch.zeros_like(t) for name, t in named.items()}}
     targets = dict(filled["model"])
-    read_tensors(tmp_path, filled, Ranks())
+    read_tensors(tmp_path, filled, join_world())
     for loaded in (filled["model"], targets, read_part(tmp_path, "model")):
         assert loaded.keys() == named.keys()
         for name, value in named.items():
@@ -172,7 +172,7 @@ def test_reading_takes_on_the_optimizer_state_of_the_checkpoint(tmp_path: Path) 
         },
     )
     tensors = {"model": {"w": torch.zeros(2)}, "optimizer": {"w.other": torch.ones(3)}}
-    read_tensors(tmp_path, tensors, Ranks())
+    read_tensors(tmp_path, tensors, join_world())
     assert tensors["model"]["w"].tolist() == [1, 1]
     assert tensors["optimizer"].keys() == {"w.exp_avg", "w.step"}
     assert tensors["optimizer"]["w.exp_avg"].tolist() == [0, 1]
@@ -194,7 +194,7 @@ def test_reading_refuses_another_model(
 ) -> None:
     write_tensors(tmp_path, {"model": {"w": torch.ones(2)}})
     with pytest.raises(ValueError, match=sentence):
-        read_tensors(tmp_path, {"model": model}, Ranks())
+        read_tensors(tmp_path, {"model": model}, join_world())
 
 
 def test_copies_are_separate_and_reuse_memory() -> None:
@@ -216,7 +216,7 @@ def test_the_gpu_goes_on_bitwise(tmp_path: Path, make_training: Any, kind: str) 
     training.run(3)
     write_tensors(tmp_path, copy_to_cpu(training.collect(), {}))
     tensors = fresh.collect()
-    read_tensors(tmp_path, tensors, Ranks())
+    read_tensors(tmp_path, tensors, join_world())
     restore_tensors(fresh.model, fresh.optimizers, tensors)
     expected = training.collect()["optimizer"]["norm.weight.step"].device
     assert fresh.collect()["optimizer"]["norm.weight.step"].device == expected

@@ -1,5 +1,7 @@
-"""A folder belongs to one request: new, going on, finished, or refused."""
+"""A folder belongs to one request, and where it cannot be written, a sentence says what to do."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,11 @@ import pytest
 
 from depthmix.data.folder import (
     claim_folder,
+    explain_writing,
     find_finished,
     forget_unfinished,
     hash_units,
+    write_file,
     write_unfinished,
 )
 from depthmix.data.manifest import MANIFEST_FILE, UNFINISHED_FILE, Manifest, SplitSummary
@@ -102,3 +106,35 @@ def test_units_are_named_by_key_and_size() -> None:
     grown = Unit(kind="text", name="/here/a.txt", key="a.txt", num_bytes=4)
     assert hash_units([unit]) == hash_units([moved]) != hash_units([grown])
     assert hash_units([]) is None
+
+
+def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_file(path, b"old")
+    write_file(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    write_file(path, b"old")
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=r"cannot write .*a\.json \(No space left on device\): make"):
+        write_file(path, b"new")
+    assert path.read_bytes() == b"old"
+
+
+def test_a_folder_that_is_a_file_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"cannot write .* \(Not a directory\)"):
+        write_file(tmp_path / "file" / "a.json", b"")
+
+
+def test_errors_that_are_not_the_system_s_pass() -> None:
+    with pytest.raises(KeyError), explain_writing(Path("a")):
+        raise KeyError("a")

@@ -252,6 +252,58 @@ def test_a_prefetcher_raises_what_went_wrong_after_what_went_well(
     assert threading.active_count() == 1 or not ahead._thread.is_alive()
 
 
+@pytest.mark.parametrize("last", ["batch", "error"])
+def test_a_prefetcher_that_waits_for_room_can_be_closed(
+    split: Split, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    loader, assembled = make_loader(split), threading.Event()
+    real = loader.next
+
+    def tell() -> Batch:
+        # the queue has room for two: what follows waits
+        if loader.position == 2:
+            assembled.set()
+            if last == "error":
+                raise OSError("the disk is gone")
+        return real()
+
+    monkeypatch.setattr(loader, "next", tell)
+    ahead = prefetch(loader, depth=2)
+    assert assembled.wait(60)
+    ahead.close()
+    assert not ahead._thread.is_alive()
+    assert loader.position == ahead.position == 0
+    with pytest.raises(RuntimeError, match="closed"):
+        ahead.next()
+
+
+def test_closing_wakes_whoever_waits_for_a_batch(
+    split: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader, closing = make_loader(split), threading.Event()
+    real, told = loader.next, []
+
+    def wait() -> Batch:
+        assert closing.wait(60)
+        return real()
+
+    def ask() -> None:
+        try:
+            while True:
+                ahead.next()
+        except RuntimeError as error:
+            told.append(str(error))
+
+    monkeypatch.setattr(loader, "next", wait)
+    ahead = prefetch(loader, depth=1)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    closing.set()
+    ahead.close()
+    asking.join(60)
+    assert told == ["this prefetcher is closed"]
+
+
 def test_a_prefetcher_stays_a_few_batches_ahead(
     split: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:

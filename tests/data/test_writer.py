@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthmix.data.writer import ShardWriter, add_bytes, hash_file
+from depthmix.data.writer import ShardWriter, add_bytes
+from depthmix.files import hash_file
 
 DOCUMENTS = [list(range(1, 1 + n)) for n in (3, 1, 7, 0, 5, 2, 9, 4)]
 

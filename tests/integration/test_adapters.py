@@ -20,7 +20,7 @@ from depthmix.rundir import RunDir
 from depthmix.train.launch import Plan, launch
 from depthmix.train.loop import Trainer
 from depthmix.train.lora import PART, list_adapters
-from depthmix.train.parallel import World
+from depthmix.world import World
 from tiny_runs import FIELDS, read_result, stop_at_step, write_data
 from variants import make_tokens
 

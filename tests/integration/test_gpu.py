@@ -16,8 +16,9 @@ from depthmix.recipe import Recipe, RunConfig
 from depthmix.train.evaluate import look_at_batch
 from depthmix.train.loss import IGNORE, RoutingLoss
 from depthmix.train.meter import Meter
-from depthmix.train.parallel import World, compile_layers
+from depthmix.train.parallel import compile_layers
 from depthmix.train.step import StepLoss, TrainStep, compute_loss
+from depthmix.world import World
 from variants import VARIANTS, enlarge_updates, make_config, make_model
 
 pytestmark = pytest.mark.gpu

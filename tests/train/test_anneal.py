@@ -21,8 +21,8 @@ from depthmix.rundir import RunDir
 from depthmix.train.anneal import Annealer
 from depthmix.train.launch import Plan, launch
 from depthmix.train.meter import Meter
-from depthmix.train.parallel import World
 from depthmix.train.step import TrainStep
+from depthmix.world import World
 from tiny_runs import FIELDS, read_result, stop_at_step, write_data
 from variants import make_config
 

@@ -23,7 +23,7 @@ from depthmix.rundir import RunDir
 from depthmix.train import launch as launching
 from depthmix.train.launch import Plan, check_memory, launch
 from depthmix.train.loop import Outcome, Trainer
-from depthmix.train.parallel import World
+from depthmix.world import World
 from tiny_runs import FIELDS, flip_byte, read_result, read_tree, write_data
 
 

@@ -23,8 +23,8 @@ from depthmix.train import loop
 from depthmix.train.log import SilentLogger
 from depthmix.train.loop import Outcome, Trainer
 from depthmix.train.meter import Meter
-from depthmix.train.parallel import World
 from depthmix.train.step import StepLoss
+from depthmix.world import World
 from tiny_runs import FIELDS, flip_byte, read_metrics, read_result, write_data
 
 WORLD = World(0, 1, torch.device("cpu"))

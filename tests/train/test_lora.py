@@ -22,9 +22,9 @@ from depthmix.train.lora import (
     restore_parts,
 )
 from depthmix.train.optim import group_parameters, make_optimizers
-from depthmix.train.parallel import World
 from depthmix.train.start import freeze
 from depthmix.train.step import TrainStep, compute_loss
+from depthmix.world import World
 from tiny_runs import FIELDS
 from variants import loss_of, make_config, make_model, make_tokens
 

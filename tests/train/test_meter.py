@@ -12,8 +12,8 @@ from depthmix.recipe import Recipe, RunConfig
 from depthmix.train import meter as module
 from depthmix.train.loss import HeadLoss, RoutingLoss
 from depthmix.train.meter import PEAK_FLOPS, Meter, check_finite, find_peak, measure_memory
-from depthmix.train.parallel import World
 from depthmix.train.step import StepLoss
+from depthmix.world import World
 from variants import make_config
 
 CPU = torch.device("cpu")

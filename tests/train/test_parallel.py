@@ -11,12 +11,10 @@ from depthmix.nn import Transformer
 from depthmix.nn.block import Block
 from depthmix.recipe import Recipe
 from depthmix.train.parallel import (
-    World,
     allocate,
     checkpoint_activations,
     choose_shard_dim,
     make_mesh,
-    open_world,
     resolve_precision,
 )
 from depthmix.train.step import Root, compute_loss
@@ -70,46 +68,6 @@ def test_precision_is_the_recipes_or_the_devices(
     wanted: Any, device: torch.device, expected: torch.dtype | None
 ) -> None:
     assert resolve_precision(Recipe(precision=wanted), device) == expected
-
-
-def test_one_process_agrees_with_itself() -> None:
-    world = World(0, 1, CPU)
-    assert world.is_first
-    assert world.agree(True, False, True) == [True, False, True]
-    assert world.agree() == []
-    assert not World(1, 2, CPU).is_first
-
-
-def test_the_mean_over_one_process_is_its_own() -> None:
-    values = torch.tensor([1.5, 2.5], requires_grad=True)
-    found = World(0, 1, CPU).average(values)
-    assert found.tolist() == [1.5, 2.5]
-    assert found.dtype == torch.float64
-    assert not found.requires_grad
-
-
-@pytest.mark.parametrize("size", [None, "1"])
-def test_a_process_alone_is_a_world(size: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if size is not None:
-        monkeypatch.setenv("WORLD_SIZE", size)
-    with open_world("cpu") as world:
-        assert world == World(0, 1, CPU)
-        assert not torch.distributed.is_initialized()
-
-
-def test_the_device_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    for there, kind in ((False, "cpu"), (True, "cuda")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        with open_world() as world:
-            assert world.device.type == kind
-
-
-def test_a_gpu_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="no CUDA device is visible"), open_world("cuda"):
-        pass
 
 
 def take_step(model: Transformer, tokens: Tensor, precision: torch.dtype | None) -> Tensor:

@@ -19,8 +19,8 @@ from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 from depthmix.train.launch import Plan, launch
 from depthmix.train.optim import make_optimizers
-from depthmix.train.parallel import World
 from depthmix.train.start import check_memory, check_tokenizer, freeze, load_start
+from depthmix.world import World
 from text_runs import write_text_run
 from tiny_runs import FIELDS, write_data
 from variants import make_config

@@ -1,17 +1,17 @@
-"""A folder of checkpoints on disk: names, checksums, atomic publishing, pruning.
+"""A folder of checkpoints on disk: names, checksums, publishing in one step, pruning.
 
 Knows nothing of tensors and of ranks, nor what is in the files.
 """
 
-import hashlib
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
+
+from depthmix.files import hash_file, replace_file, sync_folder
 
 CHECKSUMS = "checksums.json"
 STATE = "state.json"
@@ -71,26 +71,12 @@ def publish_checkpoint(unfinished: Path, final: Path) -> None:
 
 def write_json(path: Path, tree: Any) -> None:
     """Write plain data, on disk when this returns."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(tree, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's names to disk; its files are synced by who writes them."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    replace_file(path, json.dumps(tree, indent=1))
 
 
 def measure_file(path: Path) -> dict[str, Any]:
     """What `checksums.json` holds of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"num_bytes": path.stat().st_size, "sha256": digest}
+    return {"num_bytes": path.stat().st_size, "sha256": hash_file(path)}
 
 
 def find_damage(
@@ -118,7 +104,7 @@ def find_damage(
         if path.stat().st_size != num_bytes:
             size = path.stat().st_size
             return f"{checkpoint} is damaged: {name} has {size} bytes in place of {num_bytes}"
-        if not sizes_only and measure_file(path)["sha256"] != digest:
+        if not sizes_only and hash_file(path) != digest:
             return f"{checkpoint} is damaged: the content of {name} has changed"
     # every file of tensors in the folder is read, so none may have come from elsewhere
     for path in sorted(checkpoint.glob("*.safetensors")):

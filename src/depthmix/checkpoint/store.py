@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.checkpoint import folder as disk
-from depthmix.checkpoint.ranks import Ranks
 from depthmix.checkpoint.tensors import (
     Parts,
     copy_to_cpu,
@@ -22,6 +21,7 @@ from depthmix.checkpoint.tensors import (
     read_tensors,
     write_tensors,
 )
+from depthmix.world import join_world
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,13 @@ class Checkpoints:
         if keep_last < 1:
             raise ValueError(f"keep_last = {keep_last} would keep no checkpoint: give 1 or more")
         self.folder, self.keep_last, self.asynchronous = Path(folder), keep_last, asynchronous
-        self.ranks = Ranks()
+        # of its own: a thread writes, while the training goes on
+        self.world = join_world()
         self._damaged: set[int] = set()
         self._staged: Parts = {}
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
-        self.ranks.do_first(lambda: disk.open_folder(self.folder))
+        self.world.do_first(lambda: disk.open_folder(self.folder))
 
     def save(
         self, step: int, tensors: Parts, state: Mapping[str, Any], *, score: float | None = None
@@ -65,9 +66,9 @@ class Checkpoints:
         that is still being written, and raises what went wrong with it.
         """
         self.wait()
-        states = self.ranks.gather(lambda: _copy_json(state))
+        states = self.world.gather(lambda: _copy_json(state))
         known = {"format": disk.STATE_FORMAT, "step": step, "score": score}
-        tree = {**states[0], **known, "num_ranks": self.ranks.count}
+        tree = {**states[0], **known, "num_ranks": self.world.size}
         if "rng" in tree:
             tree["rng"] = [of_rank["rng"] for of_rank in states]
         if not self.asynchronous:
@@ -94,7 +95,7 @@ class Checkpoints:
         starting again from nothing must be the user's choice.
         """
         self.wait()
-        found = self.ranks.do_first(self._find_newest)
+        found = self.world.do_first(self._find_newest)
         if found is not None:
             self._damaged |= {
                 step for step in disk.list_checkpoints(self.folder) if step > found.step
@@ -108,8 +109,8 @@ class Checkpoints:
         `restore_tensors` afterwards.
         """
         self.wait()
-        state = self.ranks.do_first(lambda: disk.read_state(found.path))
-        read_tensors(found.path, tensors, self.ranks)
+        state = self.world.do_first(lambda: disk.read_state(found.path))
+        read_tensors(found.path, tensors, self.world)
         return state
 
     def _find_newest(self) -> Found | None:
@@ -130,17 +131,17 @@ class Checkpoints:
         final = self.folder / disk.name_checkpoint(step)
         unfinished = final.with_name(final.name + disk.UNFINISHED)
         try:
-            self.ranks.do_first(lambda: disk.start_checkpoint(final))
-            write_tensors(unfinished, tensors, self.ranks)
-            measured = self.ranks.gather(lambda: self._measure(unfinished, list(tensors)))
-            self.ranks.do_first(lambda: _finish(unfinished, final, tree, measured))
+            self.world.do_first(lambda: disk.start_checkpoint(final))
+            write_tensors(unfinished, tensors, self.world)
+            measured = self.world.gather(lambda: self._measure(unfinished, list(tensors)))
+            self.world.do_first(lambda: _finish(unfinished, final, tree, measured))
         except BaseException as error:
-            if self.ranks.rank == 0:
+            if self.world.is_first:
                 shutil.rmtree(unfinished, ignore_errors=True)
             if isinstance(error, OSError):
                 raise _explain(error, final) from error
             raise
-        self.ranks.do_first(
+        self.world.do_first(
             lambda: disk.prune_checkpoints(
                 self.folder, step, self.keep_last, self._damaged - {step}
             )
@@ -148,7 +149,7 @@ class Checkpoints:
 
     def _measure(self, unfinished: Path, parts: list[str]) -> dict[str, Any]:
         # each rank its own files: together they read all of a checkpoint
-        own = name_files(unfinished, parts, self.ranks)
+        own = name_files(unfinished, parts, self.world)
         return {path.name: disk.measure_file(path) for path in own}
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from depthmix.checkpoint.ranks import Ranks
+from depthmix.world import World
 
 Parts = dict[str, dict[str, Tensor]]
 """`{"model": {name: tensor}, "optimizer": {name: tensor}}`, and any part more."""
@@ -101,7 +101,7 @@ def copy_to_cpu(tensors: Parts, memory: Parts) -> Parts:
     return copies
 
 
-def write_tensors(folder: Path, tensors: Parts, ranks: Ranks) -> None:
+def write_tensors(folder: Path, tensors: Parts, world: World) -> None:
     """Write every part into files of its own, on disk when this returns (see `name_files`)."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -116,26 +116,26 @@ def write_tensors(folder: Path, tensors: Parts, ranks: Ranks) -> None:
         dcp.save(
             flat,
             storage_writer=writer,
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
+            process_group=world.group,
+            no_dist=world.group is None,
         )
     except dcp.CheckpointException as failed:
         raise _unwrap(failed) from failed
 
 
-def name_files(folder: Path, parts: Sequence[str], ranks: Ranks) -> list[Path]:
+def name_files(folder: Path, parts: Sequence[str], world: World) -> list[Path]:
     """Name this rank's files after their parts, as DCP's own names cannot be chosen."""
     named = []
-    for path in sorted(folder.glob(f"shard-{ranks.rank + 1:05d}-*.safetensors")):
+    for path in sorted(folder.glob(f"shard-{world.rank + 1:05d}-*.safetensors")):
         match = re.fullmatch(r"shard-\d+-model-(\d+)-of-\d+", path.stem)
         assert match, f"unknown name of a shard: {path.name}"
-        share = f".rank-{ranks.rank:05d}-of-{ranks.count:05d}" if ranks.count > 1 else ""
+        share = f".rank-{world.rank:05d}-of-{world.size:05d}" if world.size > 1 else ""
         named.append(path.with_name(f"{parts[int(match[1]) - 1]}{share}.safetensors"))
         os.rename(path, named[-1])
     return named
 
 
-def read_tensors(folder: Path, tensors: Parts, ranks: Ranks) -> None:
+def read_tensors(folder: Path, tensors: Parts, world: World) -> None:
     """Fill `tensors` in place from a checkpoint.
 
     The model must have the names, shapes and types that were saved. The other parts take on the
@@ -161,7 +161,7 @@ def read_tensors(folder: Path, tensors: Parts, ranks: Ranks) -> None:
                     f"'{name}' in {folder} is {dtype} {shape} and this run has {tensor.dtype} "
                     f"{tuple(tensor.shape)}: resume with the configuration of the run"
                 )
-    _load(folder, tensors, ranks.group)
+    _load(folder, tensors, world.group)
 
 
 def read_part(folder: Path, part: str) -> dict[str, Tensor]:

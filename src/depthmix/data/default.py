@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from depthmix.data.disk import explain_writing
+from depthmix.data.folder import explain_writing
 from depthmix.data.manifest import VERSION
 from depthmix.data.prepare import DEFAULT_VOCAB_SIZE, prepare
 from depthmix.data.progress import Report

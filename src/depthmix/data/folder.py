@@ -1,15 +1,16 @@
-"""Whose a data folder is: new, half done, finished, or somebody else's.
+"""A data folder while it is made: whose it is, how far it is, and what to do when it is full.
 
-Owns the comparison of what is asked now with what was asked then. Does not do the work.
+Owns the comparison of what is asked now with what was asked then, and the sentence for a file that
+cannot be written. Does not do the work.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from depthmix.data.disk import PART, write_file
 from depthmix.data.manifest import (
     FORMAT,
     MANIFEST_FILE,
@@ -19,6 +20,25 @@ from depthmix.data.manifest import (
     read_manifest,
 )
 from depthmix.data.readers import Unit
+from depthmix.files import PART, replace_file
+
+
+@contextmanager
+def explain_writing(path: Path) -> Iterator[None]:
+    """Turn the system's refusal to write into a sentence that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"cannot write {path} ({error.strerror or error}): make room or choose another folder, "
+            f"and run the same command again; it goes on where it stopped"
+        ) from error
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Replace a file of the folder by new content, in one step."""
+    with explain_writing(path):
+        replace_file(path, content)
 
 
 def hash_units(units: Iterable[Unit]) -> str | None:

@@ -4,9 +4,10 @@ Owns the order of documents and rows, and the cutting of the stream. Knows nothi
 devices, or of what was trained before.
 """
 
+import queue
 import threading
-from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -170,7 +171,7 @@ class Prefetcher:
     """
 
     def __init__(self, loader: Loader, depth: int = 2) -> None:
-        """`depth` is how many batches may wait."""
+        """`depth` is how many batches may wait, beside the one that is being assembled."""
         assert depth > 0
         self.loader, self.depth = loader, depth
         self.position = loader.position
@@ -178,16 +179,13 @@ class Prefetcher:
 
     def next(self) -> Batch:
         """The next batch, as the loader itself would give it; its errors are raised here."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._error or self._stopped)
-            if self._ready:
-                batch = self._ready.popleft()
+        if self._end is None:
+            found = self._ready.get()
+            if isinstance(found, Batch):
                 self.position += 1
-                self._changed.notify_all()
-                return batch
-            if self._error:
-                raise self._error
-        raise RuntimeError("this prefetcher is closed")
+                return found
+            self._end = found
+        raise self._end
 
     def state_dict(self) -> dict[str, Any]:
         """As of the last batch handed out."""
@@ -202,11 +200,12 @@ class Prefetcher:
 
     def close(self) -> None:
         """Stop the thread; the loader is then at this position."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
+        self._stopped = True
+        # it may be waiting for room, and looks whether to stop before it puts another
+        self._discard()
         self._thread.join()
-        self._ready.clear()
+        self._discard()
+        self._ready.put(RuntimeError("this prefetcher is closed"))
         self.loader.position = self.position
 
     def __enter__(self) -> "Prefetcher":
@@ -216,30 +215,25 @@ class Prefetcher:
         self.close()
 
     def _start(self) -> None:
-        self._ready: deque[Batch] = deque()
-        self._error: BaseException | None = None
+        # batches in order, then what ended them
+        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(self.depth)
+        self._end: BaseException | None = None
         self._stopped = False
-        self._changed = threading.Condition()
         # a daemon: a program that forgets to close it can still end
         self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
         self._thread.start()
 
     def _fill(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopped or len(self._ready) < self.depth)
-                if self._stopped:
-                    return
-            try:
-                batch = self.loader.next()
-            except BaseException as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._ready.append(batch)
-                self._changed.notify_all()
+        try:
+            while not self._stopped:
+                self._ready.put(self.loader.next())
+        except BaseException as error:
+            self._ready.put(error)
+
+    def _discard(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                self._ready.get_nowait()
 
 
 def prefetch(loader: Loader, depth: int = 2) -> Prefetcher:

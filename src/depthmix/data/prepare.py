@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from depthmix.data.disk import explain_writing, lock_folder, write_file
 from depthmix.data.encode import Encoder
 from depthmix.data.folder import (
     claim_folder,
+    explain_writing,
     find_finished,
     forget_unfinished,
     hash_units,
+    write_file,
     write_unfinished,
 )
 from depthmix.data.manifest import MANIFEST_FILE, SPLITS, Manifest
@@ -27,6 +28,7 @@ from depthmix.data.sources import list_source
 from depthmix.data.tokenizer import TOKENIZER_FILE, measure_tokens
 from depthmix.data.vocabulary import Vocabulary, load_vocabulary, train_vocabulary
 from depthmix.data.writer import ShardWriter
+from depthmix.files import lock_folder
 
 DEFAULT_VOCAB_SIZE = 4096
 SHARD_TOKENS = 1 << 27

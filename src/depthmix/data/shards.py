@@ -5,7 +5,6 @@ batches, and nothing of how the folder was made.
 """
 
 import mmap
-import shutil
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from jaxtyping import Int, Int64
 
-from depthmix.data.disk import PART
 from depthmix.data.manifest import SPLITS, Manifest, SplitSummary, read_manifest
 from depthmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-from depthmix.data.writer import INDEX_DTYPE, hash_file
+from depthmix.data.writer import INDEX_DTYPE
+from depthmix.files import hash_file, replace_file
 
 if TYPE_CHECKING:
     import tokenizers
@@ -167,10 +166,7 @@ class Corpus:
         """Put the tokenizer's file beside what is made from the ids; one that is there stays."""
         copy, name = folder / TOKENIZER_FILE, self.manifest.tokenizer
         if name is not None and not copy.exists():
-            # a kill leaves the whole file or none
-            part = copy.with_name(copy.name + PART)
-            shutil.copyfile(self.folder / name, part)
-            part.replace(copy)
+            replace_file(copy, (self.folder / name).read_bytes())
 
     def describe_origin(self) -> dict[str, Any]:
         """What a run notes of its data, to find it again and to know it."""

@@ -5,7 +5,6 @@ Does not know what is in the documents, nor when progress is recorded.
 """
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -14,8 +13,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from depthmix.data.disk import PART, explain_writing, sync_folder
+from depthmix.data.folder import explain_writing
 from depthmix.data.manifest import Shard, SplitSummary
+from depthmix.files import PART, hash_file, sync_file, sync_folder
 
 INDEX_DTYPE = np.dtype("<u8")
 
@@ -104,8 +104,8 @@ class ShardWriter:
         """Put everything on the disk; plain data that says what is there."""
         assert self.open_tokens == 0
         with explain_writing(self.bin_path):
-            _sync(self.bin)
-            _sync(self.idx)
+            sync_file(self.bin)
+            sync_file(self.idx)
         return {
             "shards": [dataclasses.asdict(shard) for shard in self.shards],
             "part_tokens": self.part_tokens,
@@ -192,8 +192,8 @@ class ShardWriter:
     def _close_shard(self) -> None:
         assert self.open_tokens == 0
         with explain_writing(self.bin_path):
-            _sync(self.bin)
-            _sync(self.idx)
+            sync_file(self.bin)
+            sync_file(self.idx)
             self.close()
             hashes = [hash_file(part) for part in self._part_paths()]
             for path, part in zip((self.bin_path, self.idx_path), self._part_paths(), strict=True):
@@ -211,12 +211,6 @@ class ShardWriter:
         self.part_tokens = self.part_documents = 0
 
 
-def hash_file(path: Path) -> str:
-    """Sha256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def add_bytes(total: int | None, part: int | None) -> int | None:
     """A sum of bytes, unknown as soon as one part is."""
     return None if total is None or part is None else total + part
@@ -226,8 +220,3 @@ def _open_part(path: Path) -> BinaryIO:
     # unlike "a+b", this mode may truncate; unlike "w+b", it keeps what is there
     path.touch()
     return open(path, "r+b", buffering=1 << 20)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -17,7 +17,7 @@ from torch import Tensor
 from depthmix.checkpoint import Checkpoints
 from depthmix.checkpoint.chat import Chat, write_chat
 from depthmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-from depthmix.data.writer import hash_file
+from depthmix.files import hash_file
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir, collect_provenance
 

@@ -19,7 +19,6 @@ from rich.console import Console
 from depthmix import flops
 from depthmix.budget import count_steps, list_stages
 from depthmix.checkpoint.chat import write_chat
-from depthmix.checkpoint.ranks import Ranks
 from depthmix.checkpoint.source import Source, open_run
 from depthmix.data.default import find_cache, prepare_default
 from depthmix.data.progress import show_progress
@@ -28,8 +27,8 @@ from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir, State, collect_provenance, name_run
 from depthmix.train.log import READER_GONE
 from depthmix.train.loop import Outcome, Trainer
-from depthmix.train.parallel import World, open_world
 from depthmix.train.start import check_memory, check_tokenizer, open_corpus
+from depthmix.world import World, open_world
 
 
 class Plan(NamedTuple):
@@ -60,14 +59,13 @@ def launch(plan: Plan, console: Console) -> tuple[Outcome, RunDir]:
     once, comes through as a `KeyboardInterrupt` with that sentence.
     """
     with open_world(plan.device) as world:
-        ranks = Ranks()
         quiet = console if world.is_first else Console(quiet=True)
         if plan.resume is None:
-            return _start(plan, world, ranks, quiet)
-        return _resume(plan, plan.resume, world, ranks, quiet)
+            return _start(plan, world, quiet)
+        return _resume(plan, plan.resume, world, quiet)
 
 
-def _start(plan: Plan, world: World, ranks: Ranks, console: Console) -> tuple[Outcome, RunDir]:
+def _start(plan: Plan, world: World, console: Console) -> tuple[Outcome, RunDir]:
     run = plan.run
     assert run is not None
     # what can be refused at once is, before data is prepared and a model made
@@ -76,14 +74,14 @@ def _start(plan: Plan, world: World, ranks: Ranks, console: Console) -> tuple[Ou
     check_memory(run, world)
     list_stages(run, count_steps(run))
     teacher = _open_teacher(plan, run)
-    data = plan.data or ranks.do_first(lambda: _prepare_default(console))
-    corpus = ranks.do_first(lambda: open_corpus(data, run))
+    data = plan.data or world.do_first(lambda: _prepare_default(console))
+    corpus = world.do_first(lambda: open_corpus(data, run))
     if plan.start is not None:
         check_tokenizer(plan.start.path, corpus)
     trainer = Trainer(run, corpus, world, start=plan.start, teacher=teacher)
-    made = ranks.do_first(lambda: _create_folder(plan, trainer))
+    made = world.do_first(lambda: _create_folder(plan, trainer))
     folder = RunDir(made.path)
-    with _lock(folder, ranks):
+    with _lock(folder, world):
         try:
             trainer.open(folder)
             _say_start(console, trainer)
@@ -94,9 +92,7 @@ def _start(plan: Plan, world: World, ranks: Ranks, console: Console) -> tuple[Ou
             raise
 
 
-def _resume(
-    plan: Plan, path: Path, world: World, ranks: Ranks, console: Console
-) -> tuple[Outcome, RunDir]:
+def _resume(plan: Plan, path: Path, world: World, console: Console) -> tuple[Outcome, RunDir]:
     folder = RunDir.open(path)
     starts = folder.read_starts()
     if not starts:
@@ -114,12 +110,12 @@ def _resume(
     if status.get("state") == "finished" and status["step"] >= num_steps:
         _say(console, f"{path} is finished, all its {num_steps} steps: there is nothing left to do")
         return Outcome("finished", status["step"], num_steps, {}, None), folder
-    with _lock(folder, ranks):
+    with _lock(folder, world):
         check_memory(run, world)
         teacher = _open_teacher(plan, run)
         where = plan.data or _find_data(starts[-1]["data"])
-        where = where or ranks.do_first(lambda: _prepare_default(console))
-        corpus = ranks.do_first(lambda: open_corpus(where, run))
+        where = where or world.do_first(lambda: _prepare_default(console))
+        corpus = world.do_first(lambda: open_corpus(where, run))
         if corpus.manifest_hash != starts[-1]["data"]["hash"]:
             raise ValueError(
                 f"the data in {where} is not what {path} was trained on: give the folder as it was "
@@ -212,9 +208,9 @@ def _create_folder(plan: Plan, trainer: Trainer) -> _Made:
 
 
 @contextmanager
-def _lock(folder: RunDir, ranks: Ranks) -> Iterator[None]:
+def _lock(folder: RunDir, world: World) -> Iterator[None]:
     with ExitStack() as stack:
-        ranks.do_first(lambda: stack.enter_context(folder.lock()))
+        world.do_first(lambda: stack.enter_context(folder.lock()))
         yield
 
 

@@ -23,6 +23,7 @@ from rich.text import Text
 from torch import Tensor
 
 from depthmix.describe import format_number
+from depthmix.files import replace_file
 from depthmix.rundir import RunDir
 
 REFRESH_SECONDS = 0.25
@@ -279,7 +280,7 @@ def _start_wandb(run: RunDir) -> Any:
     # the same id after a resume, so that the curve goes on
     where = run.path / "wandb_id.txt"
     if not where.exists():
-        where.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+        replace_file(where, uuid.uuid4().hex[:12])
     try:
         wandb.init(
             project=os.environ.get("WANDB_PROJECT", "depthmix"),

@@ -36,9 +36,9 @@ from depthmix.train.log import Logger, SilentLogger
 from depthmix.train.lora import add_adapters, collect_parts, restore_parts
 from depthmix.train.meter import Meter, Reading, check_finite
 from depthmix.train.optim import make_optimizers, set_rates
-from depthmix.train.parallel import World
 from depthmix.train.start import freeze, load_start
 from depthmix.train.step import Root, TrainStep
+from depthmix.world import World
 
 
 class Outcome(NamedTuple):

@@ -20,8 +20,8 @@ from depthmix import flops
 from depthmix.budget import count_steps, list_stages
 from depthmix.recipe import RunConfig
 from depthmix.train.evaluate import describe_routing
-from depthmix.train.parallel import World
 from depthmix.train.step import StepLoss
+from depthmix.world import World
 
 # dense bf16 products, from the makers' data sheets, by a part of the name that torch gives; the
 # first that fits counts

@@ -1,74 +1,22 @@
-"""Many processes, by PyTorch's own engine: FSDP2 and HSDP on a device mesh, under torchrun.
+"""A model shared by many processes, by PyTorch's own engine: FSDP2 and HSDP on a device mesh.
 
 Acts on a finished model from outside, and so do compilation and activation checkpointing. Knows
-nothing of data, losses or optimisers.
+nothing of data, losses or optimisers, nor how the processes came together.
 """
 
 import math
-import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from depthmix.nn import Transformer
 from depthmix.nn.router import Router
 from depthmix.recipe import Recipe
-
-
-class World(NamedTuple):
-    """This process among all of them."""
-
-    rank: int
-    size: int
-    device: torch.device
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process speaks for all."""
-        return self.rank == 0
-
-    def agree(self, *wishes: bool) -> list[bool]:
-        """What any process wishes, all do."""
-        if self.size == 1:
-            return list(wishes)
-        votes = torch.tensor(wishes, dtype=torch.int32)
-        dist.all_reduce(votes, dist.ReduceOp.MAX)
-        return [bool(vote) for vote in votes.tolist()]
-
-    def average(self, values: torch.Tensor) -> torch.Tensor:
-        """The mean over all processes, on the CPU."""
-        values = values.detach().to("cpu", torch.float64)
-        if self.size > 1:
-            dist.all_reduce(values)
-            values /= self.size
-        return values
-
-
-@contextmanager
-def open_world(device: str | None = None) -> Iterator[World]:
-    """The processes that torchrun started, or this one alone."""
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no CUDA device is visible to torch: leave out --device cuda")
-    if "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
-        yield World(0, 1, torch.device(kind))
-        return
-    place = torch.device(kind)
-    if kind == "cuda":
-        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(place)
-    # gloo beside NCCL: small agreements and checkpoints happen on the CPU
-    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
-    try:
-        yield World(dist.get_rank(), dist.get_world_size(), place)
-    finally:
-        dist.destroy_process_group()
+from depthmix.world import World
 
 
 def make_mesh(size: int, device: str, shard_size: int | None) -> Any:

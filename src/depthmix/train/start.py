@@ -20,7 +20,7 @@ from depthmix.describe import format_bytes
 from depthmix.nn import Transformer
 from depthmix.nn.router import Predictor, Router
 from depthmix.recipe import RunConfig
-from depthmix.train.parallel import World
+from depthmix.world import World
 
 # hashing this much takes a second or two; of more, only the sizes are compared
 FULL_CHECK_BYTES = 2**30

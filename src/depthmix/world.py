@@ -1,0 +1,109 @@
+"""This process among those that train together: who it is, and what all of them must agree on.
+
+Owns the process group that torchrun asks for, and that an error of one process is raised on all.
+Knows nothing of models, data or checkpoints. One process without a group is a world of its own.
+"""
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class World(NamedTuple):
+    """This process among all of them. With several, every call is made on every one."""
+
+    rank: int
+    size: int
+    device: torch.device
+    group: Any = None
+    """Where they meet, on the CPU: the default group may be NCCL's. None in a process alone."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.rank == 0
+
+    def agree(self, *wishes: bool) -> list[bool]:
+        """What any process wishes, all do."""
+        if self.size == 1:
+            return list(wishes)
+        votes = torch.tensor(wishes, dtype=torch.int32)
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
+        return [bool(vote) for vote in votes.tolist()]
+
+    def average(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean over all processes, on the CPU."""
+        values = values.detach().to("cpu", torch.float64)
+        if self.size > 1:
+            dist.all_reduce(values, group=self.group)
+            values /= self.size
+        return values
+
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """What `work` gives on each process, by rank. What it raises on one, every one raises."""
+        value, error = None, None
+        try:
+            value = work()
+        except Exception as raised:
+            error = raised
+        outcomes: list[Any] = [(value, error)]
+        if self.size > 1:
+            outcomes = [None] * self.size
+            dist.all_gather_object(outcomes, (value, _make_portable(error)), group=self.group)
+        for _, raised in outcomes:
+            if raised is not None:
+                raise raised
+        return [value for value, _ in outcomes]
+
+    def do_first(self, work: Callable[[], T]) -> T:
+        """What `work` gives on the first process, told to all."""
+        return self.gather(work if self.is_first else lambda: None)[0]  # pyrefly: ignore
+
+
+@contextmanager
+def open_world(device: str | None = None) -> Iterator[World]:
+    """The processes that torchrun started, or this one alone."""
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no CUDA device is visible to torch: leave out --device cuda")
+    place = torch.device(kind)
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        yield World(0, 1, place)
+        return
+    if kind == "cuda":
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(place)
+    # gloo beside NCCL, for what is on the CPU
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    try:
+        yield join_world(place)
+    finally:
+        dist.destroy_process_group()
+
+
+def join_world(device: torch.device | None = None) -> World:
+    """The processes of the default group, to meet in a new group; on the CPU if not told where.
+
+    A thread needs a world of its own: two that meet in one group would take each other's messages.
+    """
+    device = device or torch.device("cpu")
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return World(0, 1, device)
+    group = dist.new_group(backend="gloo")
+    return World(dist.get_rank(), dist.get_world_size(), device, group)
+
+
+def _make_portable(error: Exception | None) -> Exception | None:
+    # one that cannot be sent would leave the other processes waiting
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
