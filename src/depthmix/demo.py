@@ -19,7 +19,7 @@ from depthmix.describe import describe_model, print_tables
 from depthmix.files import replace_file
 from depthmix.infer import SamplingParams
 from depthmix.plot import draw_text_plot, plot_losses
-from depthmix.presets import load_model
+from depthmix.presets import load_config
 from depthmix.recipe import RunConfig
 from depthmix.report import write_report
 from depthmix.report.view import write_page
@@ -70,7 +70,7 @@ def run_demo(
     device: str | None = None,
 ) -> tuple[Trained, Trained] | None:
     """Train a model's dense twin and the model at the same FLOPs; None where it was interrupted."""
-    config = load_model(preset)
+    config = load_config(preset)
     if not config.routed_layers:
         raise ValueError(
             f"'{preset}' has no routed block to compare with its dense twin: choose a preset such "

@@ -152,7 +152,7 @@ def train(
       depthmix train --from runs/upcycled --data data train.capacity_from=1.0
       torchrun --nproc-per-node 8 -m depthmix train --preset 1b --data data
     """
-    from depthmix.presets import load_model
+    from depthmix.presets import load_config
     from depthmix.recipe import RunConfig
 
     models, overrides = split_arguments(fields or [], train=True)
@@ -174,7 +174,7 @@ def train(
     config = None
     name = preset or "demo"
     if resume is None and start is None:
-        config = RunConfig.from_overrides(load_model(name), {**overrides, **given})
+        config = RunConfig.from_overrides(load_config(name), {**overrides, **given})
     from rich.console import Console
 
     from depthmix.cli.opening import open_model, read_length
