@@ -1,5 +1,6 @@
 """A model on disk takes text and gives text, and knows how long that took."""
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from depthmix.infer import SamplingParams
+import depthmix
+from depthmix.cli import main
+from depthmix.infer import Result, SamplingParams
 from depthmix.models import open_model
 from depthmix.sampler import start_sampler
 from text_runs import write_text_run
@@ -81,3 +84,46 @@ def test_who_is_stopped_keeps_what_there_is(run: Path) -> None:
 def test_a_gpu_that_is_not_there_is_refused(run: Path) -> None:
     with pytest.raises(ValueError, match="leave out --device cuda"):
         start_sampler(open_model(run), device="cuda")
+
+
+def test_a_model_writes_after_a_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a line, and what the command writes."""
+    model = depthmix.open_model(run)
+    text = model.generate("line 12", max_tokens=9, temperature=0.8, seed=3)
+    capsys.readouterr()
+    wish = ("--prompt", "line 12", "--max-tokens", "9", "--temperature", "0.8", "--seed", "3")
+    assert main(["sample", str(run), *wish, "--json"]) == 0
+    assert text == json.loads(capsys.readouterr().out)["text"]
+    assert text
+    assert model.generate(["line 12", ""], GREEDY) == [
+        model.generate("line 12", GREEDY),
+        model.generate("", max_tokens=5, temperature=0),
+    ]
+    assert model.generate([]) == []
+    # options go over what is given
+    short = model.generate("line 12", GREEDY, max_tokens=2)
+    assert model.generate("line 12", GREEDY).startswith(short)
+    assert model.generate("line 12", GREEDY) != short
+
+
+def test_a_text_ends_with_its_document(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = depthmix.open_model(run), []
+
+    def generate(prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Result]:
+        asked.append((prompts, params.stop_tokens))
+        return []
+
+    monkeypatch.setattr(model.engine, "generate", generate)
+    prompt = [0, *model.vocabulary.tokenize("line")]
+    assert model.generate(["line"]) == model.generate(["line"], stop_tokens=[7]) == []
+    assert asked == [([prompt], (0,)), ([prompt], (7,))]
+
+
+def test_what_generate_does_not_take(run: Path) -> None:
+    model = depthmix.open_model(run)
+    with pytest.raises(ValueError, match="n = 2: generate gives one text for each prompt"):
+        model.generate("line", n=2)
+    with pytest.raises(ValueError, match="max_seq_len is 32: give fewer"):
+        model.generate("word " * 50)
+    with pytest.raises(ValueError, match="temperature = -1 must be 0 or more"):
+        model.generate("line", temperature=-1)
