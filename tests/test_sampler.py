@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,9 @@ def test_what_generate_does_not_take(run: Path) -> None:
     model = depthmix.open_model(run)
     with pytest.raises(ValueError, match="n = 2: generate gives one text for each prompt"):
         model.generate("line", n=2)
+    ids: Any = [1, 2]
+    with pytest.raises(ValueError, match=r"a prompt is text: give token ids to engine\.generate"):
+        model.generate(ids)
     with pytest.raises(ValueError, match="max_seq_len is 32: give fewer"):
         model.generate("word " * 50)
     with pytest.raises(ValueError, match="temperature = -1 must be 0 or more"):

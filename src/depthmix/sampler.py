@@ -138,7 +138,7 @@ class TextModel(StoredModel):
         self, prompts: Sequence[str], params: SamplingParams | None = None, **options: Any
     ) -> list[str]: ...
     def generate(
-        self, prompts: str | Sequence[str], params: SamplingParams | None = None, **options: Any
+        self, prompts: Any, params: SamplingParams | None = None, **options: Any
     ) -> str | list[str]:
         """What the model writes after a text, or after each of a list of texts.
 
@@ -154,7 +154,9 @@ class TextModel(StoredModel):
         end_token = self.vocabulary.end_token
         if end_token is not None and not params.stop_tokens:
             params = replace(params, stop_tokens=[end_token])
-        texts = [prompts] if isinstance(prompts, str) else prompts
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a prompt is text: give token ids to engine.generate")
         results = self.engine.generate([self.vocabulary.encode(text) for text in texts], params)
         found = [result.samples[0].text or "" for result in results]
         return found[0] if isinstance(prompts, str) else found
@@ -177,7 +179,6 @@ def open_model(
     >>> model = depthmix.open_model("runs/demo-20261115-142233")
     >>> text = model.generate("def main(", max_tokens=20, seed=1)
     """
-    options = {"checkpoint": checkpoint, "tokenizer": tokenizer}
-    stored = open_stored(path, max_seq_len=max_seq_len, **options)
+    stored = open_stored(path, checkpoint=checkpoint, tokenizer=tokenizer, max_seq_len=max_seq_len)
     # the fields alone: nothing else has been read yet
     return TextModel(**vars(stored))
