@@ -65,7 +65,7 @@ test-hf: $(STAMP) ## run the Hugging Face tests on the oldest transformers that 
 	@if [ ! -f $(OLDEST_HF)/.installed ]; then rm -rf $(OLDEST_HF) && $(BIN)/python -m pip install --quiet \
 		--disable-pip-version-check --target $(OLDEST_HF) 'transformers==5.17.0' && touch $(OLDEST_HF)/.installed; fi
 	PYTHONPATH=$(OLDEST_HF) $(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu" \
-		tests/hf $(wildcard tests/integration/test_hf_*.py)
+		tests/hf tests/models $(wildcard tests/integration/test_hf_*.py)
 
 # Runs where nothing can be installed: the environment's Python if there is one, else plain python3,
 # and only the files with GPU tests, so that tools the others need may be absent. Warnings are only

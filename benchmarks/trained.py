@@ -24,10 +24,11 @@ from meters import EnergyMeter, name_device, open_meter, time_call, time_steps
 
 from depthmix import flops
 from depthmix.infer import Engine, SamplingParams
+from depthmix.models import open_model
 from depthmix.nn import Transformer
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
-from depthmix.sampler import open_sampler
+from depthmix.sampler import place_network
 from depthmix.train.optim import make_optimizers
 from depthmix.train.parallel import compile_layers
 from depthmix.train.step import TrainStep
@@ -58,9 +59,9 @@ def measure_sampling(
     path: Path, device: str, batch: int, num_tokens: int, meter: EnergyMeter | None
 ) -> dict[str, float | int]:
     """A batch of new documents, of which each is as long as was asked."""
-    sampler = open_sampler(path, device=device)
-    engine = Engine(sampler.engine.model, max_batch=batch)
-    prompts = [sampler.encode("")] * batch
+    model = open_model(path)
+    engine = Engine(place_network(model, device), max_batch=batch)
+    prompts = [model.vocabulary.encode("")] * batch
     params = [SamplingParams(max_tokens=num_tokens, temperature=1, seed=n) for n in range(batch)]
     # the first ones build what later ones use again
     engine.generate(prompts, params)

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from depthmix.checkpoint import load_model
 from depthmix.data.manifest import read_manifest
+from depthmix.models import open_model
 from depthmix.plot import COLORS, INK, PALE
 from depthmix.rundir import RunDir
-from depthmix.sampler import find_vocabulary
 
 
 def read_text(run: RunDir, num_tokens: int) -> list[int]:
@@ -44,9 +43,9 @@ def main() -> None:
     parser.add_argument("--start", type=int, default=150, help="first token to show")
     parser.add_argument("--count", type=int, default=56, help="number of tokens to show")
     args = parser.parse_args()
-    run, model = RunDir.open(args.run), load_model(args.run)
-    config, tokenizer = model.config, find_vocabulary(run).tokenizer
-    tokens = read_text(run, config.max_seq_len)
+    opened = open_model(args.run, checkpoint="newest")
+    model, config, tokenizer = opened.network, opened.config, opened.vocabulary.tokenizer
+    tokens = read_text(RunDir.open(args.run), config.max_seq_len)
     selector = config.causal_selector
     assert selector is not None
     kept = {}

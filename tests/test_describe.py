@@ -21,12 +21,12 @@ from depthmix.describe import (
     print_tables,
     to_json,
 )
-from depthmix.presets import load_model, load_preset, preset_names
+from depthmix.presets import load_config, load_preset, preset_names
 
 
 def render(*names: str, width: int = 80, encoding: str = "utf-8") -> str:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    models = [describe_model(name, load_model(name)) for name in names]
+    models = [describe_model(name, load_config(name)) for name in names]
     print_tables(models, Console(file=file, width=width))
     file.seek(0)
     return file.read()
@@ -200,9 +200,9 @@ def test_models_load_from_files(tmp_path: Path) -> None:
     config = load_preset("tiny", **{"routing.capacity": 0.5})
     path = tmp_path / "mine.toml"
     path.write_text(config.to_toml(), encoding="utf-8")
-    assert load_model(str(path)) == config
-    assert load_model(str(path), {"width": "128"}) == config.override({"width": 128})
-    assert load_model("tiny-dense") == load_preset("tiny-dense")
+    assert load_config(str(path)) == config
+    assert load_config(str(path), {"width": "128"}) == config.override({"width": 128})
+    assert load_config("tiny-dense") == load_preset("tiny-dense")
 
 
 @pytest.mark.parametrize(
@@ -218,22 +218,22 @@ def test_bad_files_are_named(tmp_path: Path, content: bytes, sentence: str) -> N
     path = tmp_path / "bad.toml"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=sentence):
-        load_model(str(path))
+        load_config(str(path))
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read '.*none.toml': No such file"):
-        load_model(str(tmp_path / "none.toml"))
+        load_config(str(tmp_path / "none.toml"))
     folder = tmp_path / "folder.toml"
     folder.mkdir()
     with pytest.raises(ValueError, match=r"cannot read '.*folder.toml'"):
-        load_model(str(folder))
+        load_config(str(folder))
     other = tmp_path / "config.yaml"
     other.touch()
     with pytest.raises(ValueError, match=r"ends in \.toml"):
-        load_model(str(other))
+        load_config(str(other))
     with pytest.raises(ValueError, match="there is no preset '61m'"):
-        load_model("61m")
+        load_config("61m")
 
 
 @pytest.mark.parametrize(
@@ -251,4 +251,4 @@ def test_a_runs_configuration_is_its_model(tmp_path: Path) -> None:
     run = RunConfig(model=load_preset("tiny", width=48))
     path = tmp_path / "config.toml"
     path.write_text(run.to_toml())
-    assert load_model(str(path)) == run.model
+    assert load_config(str(path)) == run.model

@@ -1,18 +1,20 @@
-"""A run on disk can be sampled from wherever it is, as long as a tokenizer can be found."""
+"""A model on disk takes text and gives text, and knows how long that took."""
 
 import json
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from depthmix.infer import SamplingParams
-from depthmix.rundir import RunDir
-from depthmix.sampler import find_checkpoint, find_vocabulary, open_sampler
+import depthmix
+from depthmix.cli import main
+from depthmix.infer import Result, SamplingParams
+from depthmix.models import open_model
+from depthmix.sampler import start_sampler
 from text_runs import write_text_run
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0)
@@ -24,14 +26,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_sampler_speaks_text(run: Path) -> None:
-    sampler = open_sampler(run, device="cpu", max_batch=2)
-    prompts = [sampler.encode("line 1"), sampler.encode("")]
+    sampler = start_sampler(open_model(run), device="cpu", max_batch=2)
+    prompts = [sampler.vocabulary.encode("line 1"), sampler.vocabulary.encode("")]
     assert prompts[0][0] == 0
     assert prompts[1] == [0]
     # a document that is named as one is not begun twice
-    assert sampler.encode("<|endoftext|>line 1") == prompts[0]
-    assert sampler.decode(prompts[0]) == "<|endoftext|>line 1"
-    assert sampler.tokenize("line 1") == prompts[0][1:]
+    assert sampler.vocabulary.encode("<|endoftext|>line 1") == prompts[0]
+    assert sampler.vocabulary.decode(prompts[0]) == "<|endoftext|>line 1"
+    assert sampler.vocabulary.tokenize("line 1") == prompts[0][1:]
     assert sampler.tokens_per_second is None
     for prompt in prompts:
         sampler.add(prompt, GREEDY)
@@ -43,7 +45,7 @@ def test_a_sampler_speaks_text(run: Path) -> None:
 
 
 def test_loading_and_compiling_are_timed_apart(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = open_sampler(run, device="cpu")
+    sampler = start_sampler(open_model(run), device="cpu")
     assert sampler.load_seconds > 0
     heard: list[tuple[object, ...]] = []
 
@@ -69,7 +71,7 @@ def test_loading_and_compiling_are_timed_apart(run: Path, monkeypatch: pytest.Mo
 
 
 def test_who_is_stopped_keeps_what_there_is(run: Path) -> None:
-    sampler = open_sampler(run, device="cpu")
+    sampler = start_sampler(open_model(run), device="cpu")
     for _ in range(2):
         sampler.add([0], GREEDY)
     wishes = iter([False, False, True])
@@ -79,98 +81,53 @@ def test_who_is_stopped_keeps_what_there_is(run: Path) -> None:
     assert not sampler.engine.has_work
 
 
-def test_checkpoints_have_names(run: Path) -> None:
-    folder = RunDir.open(run)
-    second, fourth = (run / "checkpoints" / f"step-0000000{step}" for step in (2, 4))
-    assert find_checkpoint(folder, "newest") == fourth
-    for name in ("2", "step-00000002", str(second)):
-        assert find_checkpoint(folder, name) == second
-    assert find_checkpoint(folder, None) == find_checkpoint(folder, "best")
-    early, late = (open_sampler(run, checkpoint=name, device="cpu") for name in ("2", "4"))
-    assert not torch.equal(early.engine.model.embedding.weight, late.engine.model.embedding.weight)
-    with pytest.raises(ValueError, match="choose among best, newest, step-00000002"):
-        find_checkpoint(folder, "step-3")
-
-
-def forget_tokenizer(run: RunDir) -> None:
-    """As runs were before they kept a copy of it."""
-    (run.path / "tokenizer.json").unlink()
-    provenance = run.read_json("provenance.json")
-    for start in provenance["starts"]:
-        del start["data"]["tokenizer_hash"], start["data"]["end_token"]
-    (run.path / "provenance.json").write_text(json.dumps(provenance))
-
-
-def test_a_run_keeps_its_tokenizer(run: Path, tmp_path: Path) -> None:
-    """Moved, and without its data, it can be sampled; another tokenizer in its place is refused."""
-    known = (run.parent / "data" / "tokenizer.json").read_bytes()
-    assert (run / "tokenizer.json").read_bytes() == known
-    moved = RunDir.open(shutil.copytree(run, tmp_path / "run"))
-    (run.parent / "data").rename(run.parent / "elsewhere")
-    try:
-        sampler = open_sampler(moved.path, device="cpu")
-        assert sampler.decode(sampler.encode("line 1")) == "<|endoftext|>line 1"
-        # what the data says of its end is true, whatever the tokenizer's names are
-        provenance = moved.read_json("provenance.json")
-        provenance["starts"][-1]["data"]["end_token"] = 7
-        (moved.path / "provenance.json").write_text(json.dumps(provenance))
-        assert find_vocabulary(moved).end_token == 7
-        (moved.path / "tokenizer.json").write_bytes(known.replace(b"<|endoftext|>", b"<|other|>"))
-        with pytest.raises(ValueError, match=r"is not the tokenizer .* put that one back"):
-            find_vocabulary(moved)
-    finally:
-        (run.parent / "elsewhere").rename(run.parent / "data")
-
-
-def test_a_tokenizer_is_found_or_named(run: Path, tmp_path: Path) -> None:
-    shutil.copytree(run.parent, tmp_path / "moved")
-    moved = RunDir.open(tmp_path / "moved" / "run")
-    forget_tokenizer(moved)
-    # a run that moved still knows its data's old place
-    known = find_vocabulary(moved)
-    assert known.end_token == 0
-    (run.parent / "data").rename(run.parent / "elsewhere")
-    try:
-        with pytest.raises(ValueError, match=r"is no longer there: name a tokenizer\.json"):
-            find_vocabulary(moved)
-        data = tmp_path / "moved" / "data"
-        for place in (data, data / "tokenizer.json"):
-            vocabulary = find_vocabulary(moved, str(place))
-            assert vocabulary.end_token == 0
-            assert vocabulary.tokenizer.to_str() == known.tokenizer.to_str()
-        shutil.copy(data / "tokenizer.json", moved.path)
-        found = find_vocabulary(moved)
-        assert found.tokenizer.to_str() == known.tokenizer.to_str()
-        assert found.end_token == 0
-    finally:
-        (run.parent / "elsewhere").rename(run.parent / "data")
-
-
-def test_other_data_in_the_same_place_is_refused(run: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(run, tmp_path / "run")
-    (copy / "tokenizer.json").unlink()
-    provenance = copy / "provenance.json"
-    changed = provenance.read_text().replace('"hash": "', '"hash": "0')
-    provenance.write_text(changed)
-    with pytest.raises(ValueError, match=r"is not what .* was trained on"):
-        find_vocabulary(RunDir.open(copy))
-    provenance.unlink()
-    with pytest.raises(ValueError, match="does not say what data"):
-        find_vocabulary(RunDir.open(copy))
-
-
-def test_a_tokenizer_without_an_end_needs_a_prompt(run: Path, tmp_path: Path) -> None:
-    text = (run.parent / "data" / "tokenizer.json").read_text()
-    path = tmp_path / "tokenizer.json"
-    path.write_text(text.replace("<|endoftext|>", "<|nothing|>"))
-    sampler = open_sampler(run, tokenizer=str(path), device="cpu")
-    assert sampler.vocabulary.end_token is None
-    assert sampler.encode("line") == sampler.tokenize("line")
-    with pytest.raises(ValueError, match="give a prompt"):
-        sampler.encode("")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused(run: Path) -> None:
     with pytest.raises(ValueError, match="leave out --device cuda"):
-        open_sampler(run, device="cuda")
+        start_sampler(open_model(run), device="cuda")
+
+
+def test_a_model_writes_after_a_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a line, and what the command writes."""
+    model = depthmix.open_model(run)
+    text = model.generate("line 12", max_tokens=9, temperature=0.8, seed=3)
+    capsys.readouterr()
+    wish = ("--prompt", "line 12", "--max-tokens", "9", "--temperature", "0.8", "--seed", "3")
+    assert main(["sample", str(run), *wish, "--json"]) == 0
+    assert text == json.loads(capsys.readouterr().out)["text"]
+    assert text
+    assert model.generate(["line 12", ""], GREEDY) == [
+        model.generate("line 12", GREEDY),
+        model.generate("", max_tokens=5, temperature=0),
+    ]
+    assert model.generate([]) == []
+    # options go over what is given
+    short = model.generate("line 12", GREEDY, max_tokens=2)
+    assert model.generate("line 12", GREEDY).startswith(short)
+    assert model.generate("line 12", GREEDY) != short
+
+
+def test_a_text_ends_with_its_document(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = depthmix.open_model(run), []
+
+    def generate(prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Result]:
+        asked.append((prompts, params.stop_tokens))
+        return []
+
+    monkeypatch.setattr(model.engine, "generate", generate)
+    prompt = [0, *model.vocabulary.tokenize("line")]
+    assert model.generate(["line"]) == model.generate(["line"], stop_tokens=[7]) == []
+    assert asked == [([prompt], (0,)), ([prompt], (7,))]
+
+
+def test_what_generate_does_not_take(run: Path) -> None:
+    model = depthmix.open_model(run)
+    with pytest.raises(ValueError, match="n = 2: generate gives one text for each prompt"):
+        model.generate("line", n=2)
+    ids: Any = [1, 2]
+    with pytest.raises(ValueError, match=r"a prompt is text: give token ids to engine\.generate"):
+        model.generate(ids)
+    with pytest.raises(ValueError, match="max_seq_len is 32: give fewer"):
+        model.generate("word " * 50)
+    with pytest.raises(ValueError, match="temperature = -1 must be 0 or more"):
+        model.generate("line", temperature=-1)

@@ -21,7 +21,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 from depthmix.fields import parse_override
 from depthmix.budget import count_steps
-from depthmix.presets import load_model
+from depthmix.presets import load_config
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 
@@ -52,7 +52,7 @@ try:
         config = RunConfig.from_dict(run.read_config())
     else:
         fields = dict(parse_override(arg) for arg in args if "=" in arg)
-        config = RunConfig.from_overrides(load_model(options["--preset"]), fields)
+        config = RunConfig.from_overrides(load_config(options["--preset"]), fields)
         data = {"hash": options.get("--data", "default")}
         start = {"time": "2026-11-15T12:00:00+00:00", "data": data}
         run = RunDir.create(path, config.to_toml(), start)

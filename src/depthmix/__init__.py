@@ -1,5 +1,6 @@
 """Mixture-of-Depths transformers: which tokens get the compute is learned, how much is fixed."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from depthmix import flops
@@ -7,27 +8,39 @@ from depthmix.config import ExpertsConfig, ModelConfig, RoutingConfig
 from depthmix.presets import load_preset
 
 if TYPE_CHECKING:
+    from depthmix.infer import Engine, SamplingParams
     from depthmix.nn import Cache, Output, Routing, Transformer
+    from depthmix.sampler import open_model
+    from depthmix.train.step import TrainStep
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Cache",
+    "Engine",
     "ExpertsConfig",
     "ModelConfig",
     "Output",
     "Routing",
     "RoutingConfig",
+    "SamplingParams",
+    "TrainStep",
     "Transformer",
     "flops",
     "load_preset",
+    "open_model",
 ]
+
+# torch takes a second to import: only what needs it loads it
+_LAZY = {
+    **dict.fromkeys(("Cache", "Output", "Routing", "Transformer"), "depthmix.nn"),
+    **dict.fromkeys(("Engine", "SamplingParams"), "depthmix.infer"),
+    "TrainStep": "depthmix.train.step",
+    "open_model": "depthmix.sampler",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # torch takes a second to import: only what needs it loads it
-    if name in ("Cache", "Output", "Routing", "Transformer"):
-        from depthmix import nn
-
-        return getattr(nn, name)
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'depthmix' has no attribute '{name}'")

@@ -16,17 +16,19 @@ from rich.table import Table
 from depthmix.budget import count_steps
 from depthmix.data.shards import Corpus
 from depthmix.describe import describe_model, print_tables
+from depthmix.eval.trace import trace_model
 from depthmix.files import replace_file
 from depthmix.infer import SamplingParams
+from depthmix.models import open_model
+from depthmix.models.vocabulary import find_vocabulary
 from depthmix.plot import draw_text_plot, plot_losses
-from depthmix.presets import load_model
+from depthmix.presets import load_config
 from depthmix.recipe import RunConfig
 from depthmix.report import write_report
 from depthmix.report.view import write_page
 from depthmix.rundir import RunDir, name_run
-from depthmix.sampler import find_vocabulary, open_sampler
+from depthmix.sampler import start_sampler
 from depthmix.show import Show
-from depthmix.tracing import trace_run
 from depthmix.train.launch import Plan, launch
 
 FLOPS = 1e13
@@ -70,7 +72,7 @@ def run_demo(
     device: str | None = None,
 ) -> tuple[Trained, Trained] | None:
     """Train a model's dense twin and the model at the same FLOPs; None where it was interrupted."""
-    config = load_model(preset)
+    config = load_config(preset)
     if not config.routed_layers:
         raise ValueError(
             f"'{preset}' has no routed block to compare with its dense twin: choose a preset such "
@@ -139,7 +141,7 @@ def show_sample(console: Console, run: Trained, prompt: str, device: str | None)
     """A few dozen tokens of the model, token by token, and what depth saved."""
     path = run.folder.path
     try:
-        sampler = open_sampler(path, device=device, max_batch=1)
+        sampler = start_sampler(open_model(path), device=device, max_batch=1)
     except ValueError as error:
         # data that came as ids has no tokenizer
         _say(console, f"\nno sample: {error}")
@@ -160,9 +162,8 @@ def show_routing(console: Console, run: Trained, page: Path, device: str | None)
     """Write the page of a text that the model was not trained on, coloured by depth."""
     try:
         words = read_held_out(run.folder)
-        found = trace_run(
-            run.folder, words, text="held-out text", max_tokens=NUM_READ, device=device
-        )
+        model = open_model(run.folder.path)
+        found = trace_model(model, words, text="held-out text", max_tokens=NUM_READ, device=device)
     except ValueError as error:
         # data that came as ids has no tokenizer, and some has no validation split
         _say(console, f"no routing page: {error}")

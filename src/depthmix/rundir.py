@@ -239,19 +239,27 @@ def find_runs(folder: str | Path) -> Iterator[Path]:
         below[:] = [name for name in below if depth < MAX_DEPTH and not name.startswith(".")]
 
 
-def _tell_why_not(path: Path) -> str:
-    """What was meant by a path that is no run."""
+def tell_run_nearby(path: Path) -> str | None:
+    """A sentence about the run that a path is a part of, or those that it holds; None without."""
     for parent in path.parents:
         if (parent / "config.toml").is_file() and (parent / "provenance.json").is_file():
             return f"'{path}' is a part of the run '{parent}': name that folder"
+    inside = [run for run in sorted(find_runs(path)) if run != path]
+    if inside:
+        return f"'{path}' is no run but holds {len(inside)}: name one, such as '{inside[-1]}'"
+    return None
+
+
+def _tell_why_not(path: Path) -> str:
+    """What was meant by a path that is no run."""
+    nearby = tell_run_nearby(path)
+    if nearby is not None:
+        return nearby
     if not path.exists():
         near = suggest(path.name, os.listdir(path.parent) if path.parent.is_dir() else ())
         return f"there is no run '{path}': name a folder that training made.{near}"
     if not path.is_dir():
         return f"'{path}' is a file: name the folder of a run"
-    inside = [run for run in sorted(find_runs(path)) if run != path]
-    if inside:
-        return f"'{path}' is no run but holds {len(inside)}: name one, such as '{inside[-1]}'"
     return f"'{path}' is no run: it has no config.toml; name a folder that training made"
 
 

@@ -1,41 +1,25 @@
-"""A run on disk → an engine that takes and gives text: checkpoint, tokenizer, end token.
+"""A model on disk → an engine that takes and gives text.
 
-Owns where a run's tokenizer is looked for, and what a prompt's first token is. Knows nothing of how
+Owns on which device and in which type a model is sampled, and the clock. Knows nothing of how
 samples are shown.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, overload
 
 import torch
 
-from depthmix.checkpoint import load_model
-from depthmix.checkpoint.folder import list_checkpoints, name_checkpoint
-from depthmix.checkpoint.weights import choose_checkpoint
-from depthmix.data.manifest import MANIFEST_FILE, Manifest, read_manifest
-from depthmix.data.tokenizer import TOKENIZER_FILE, find_end_token, load_tokenizer
-from depthmix.files import hash_file
 from depthmix.infer import Engine, Event, SamplingParams
-from depthmix.rundir import RunDir
-
-if TYPE_CHECKING:
-    import tokenizers
-
+from depthmix.models import StoredModel, Vocabulary, choose_device
+from depthmix.models import open_model as open_stored
+from depthmix.nn import Transformer
 
 # enough for a prompt's step and for those of single tokens
 WARM_TOKENS = 3
-
-
-class Vocabulary(NamedTuple):
-    """A run's tokenizer."""
-
-    tokenizer: "tokenizers.Tokenizer"
-    end_token: int | None
-    """What stands at a document's start and end; None where nobody knows."""
 
 
 class Sampler:
@@ -43,7 +27,7 @@ class Sampler:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Transformer,
         vocabulary: Vocabulary,
         *,
         selector: str | None = None,
@@ -51,38 +35,15 @@ class Sampler:
     ) -> None:
         self.vocabulary = vocabulary
         self.engine = Engine(
-            model,  # pyrefly: ignore[bad-argument-type]
+            model,
             selector=selector,
-            decode=self.decode,
+            decode=vocabulary.decode,
             max_batch=max_batch,
         )
         self.load_seconds = self.compile_seconds = 0.0
         self.requests: list[int] = []
         self._num_later = 0
         self._first = self._last = 0.0
-
-    def encode(self, text: str) -> list[int]:
-        """A prompt's tokens, as a document begins in the training data: with the end token.
-
-        No text at all is then the prompt for a new document.
-        """
-        end, ids = self.vocabulary.end_token, self.tokenize(text)
-        if not ids and end is None:
-            raise ValueError(
-                "this tokenizer has no end token to begin a document with: give a prompt"
-            )
-        return ids if end is None or ids[:1] == [end] else [end, *ids]
-
-    def tokenize(self, text: str) -> list[int]:
-        """A text's tokens and nothing else."""
-        try:
-            return self.vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
-        except TypeError as error:
-            raise ValueError(f"the prompt {text!r:.60} is not valid UTF-8") from error
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens; an end token inside it is told by its name."""
-        return self.vocabulary.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def warm_up(
         self,
@@ -136,106 +97,88 @@ class Sampler:
         return self._num_later / seconds if self._num_later and seconds else None
 
 
-def open_sampler(
-    path: Path,
+def start_sampler(
+    model: StoredModel,
     *,
-    checkpoint: str | None = None,
-    tokenizer: str | None = None,
     device: str | None = None,
     selector: str | None = None,
     max_batch: int = 8,
 ) -> Sampler:
-    """Load a run's model for sampling, on a GPU if there is one.
-
-    `checkpoint` is best, newest, a name or a step; empty means the best where there are scores.
-    `tokenizer` is for a run whose data is gone. The sampler knows how long it took.
-    """
+    """Load a model for sampling, on a GPU if there is one; the sampler knows how long it took."""
     start = time.perf_counter()
-    run = RunDir.open(path)
-    kind = choose_device(device)
-    chosen = find_checkpoint(run, checkpoint)
-    vocabulary = find_vocabulary(run, tokenizer)
-    model = load_model(chosen, device=kind)
-    if kind == "cuda":
-        # as training computes there; routers score in float32 all the same
-        model = model.to(torch.bfloat16)
-    sampler = Sampler(model, vocabulary, selector=selector, max_batch=max_batch)
+    kind, vocabulary = choose_device(device), model.vocabulary
+    network = place_network(model, kind)
+    sampler = Sampler(network, vocabulary, selector=selector, max_batch=max_batch)
     sampler.load_seconds = time.perf_counter() - start
     return sampler
 
 
-def choose_device(wanted: str | None) -> str:
-    """The device that is asked for, or a GPU if there is one."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no CUDA device is visible to torch: leave out --device cuda")
-    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+def place_network(model: StoredModel, kind: str) -> Transformer:
+    """A model's network as it is sampled on a kind of device."""
+    network = model.network.to(kind)
+    # as training computes there; routers score in float32 all the same
+    return network.to(torch.bfloat16) if kind == "cuda" else network
 
 
-def find_checkpoint(run: RunDir, name: str | None) -> Path:
-    """The folder of the checkpoint that `name` means."""
-    if name is None or name in ("best", "newest"):
-        return choose_checkpoint(run.path, name)  # pyrefly: ignore[bad-argument-type]
-    present = {place.name: place for place in list_checkpoints(run.checkpoints).values()}
-    # a path to it is a name too
-    wanted = name_checkpoint(int(name)) if name.isdecimal() else Path(name).name
-    if wanted not in present:
-        known = ", ".join(["best", "newest", *present]) if present else "none is there"
-        raise ValueError(f"{run.path} has no checkpoint '{name}': choose among {known}")
-    return present[wanted]
+class TextModel(StoredModel):
+    """A model on disk that writes text; what `depthmix.open_model` gives."""
+
+    @cached_property
+    def engine(self) -> Engine:
+        """An engine that decodes text, on a GPU if there is one; made at first use."""
+        network = place_network(self, choose_device(None))
+        return Engine(network, decode=self.vocabulary.decode)
+
+    @overload
+    def generate(
+        self, prompts: str, params: SamplingParams | None = None, **options: Any
+    ) -> str: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[str], params: SamplingParams | None = None, **options: Any
+    ) -> list[str]: ...
+    def generate(
+        self, prompts: Any, params: SamplingParams | None = None, **options: Any
+    ) -> str | list[str]:
+        """What the model writes after a text, or after each of a list of texts.
+
+        `options` are fields of `SamplingParams`, in place of `params` or over it. A text ends with
+        its document, unless `stop_tokens` says otherwise. For more than text use `engine`.
+        """
+        params = replace(params or SamplingParams(), **options)
+        if params.n != 1:
+            raise ValueError(
+                f"n = {params.n}: generate gives one text for each prompt; repeat the prompt, or "
+                f"use engine.generate"
+            )
+        end_token = self.vocabulary.end_token
+        if end_token is not None and not params.stop_tokens:
+            params = replace(params, stop_tokens=[end_token])
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a prompt is text: give token ids to engine.generate")
+        results = self.engine.generate([self.vocabulary.encode(text) for text in texts], params)
+        found = [result.samples[0].text or "" for result in results]
+        return found[0] if isinstance(prompts, str) else found
 
 
-def find_vocabulary(run: RunDir, given: str | None = None) -> Vocabulary:
-    """The tokenizer that was given, that lies in the run's folder, or that its data was made by."""
-    if given is not None:
-        if (Path(given) / MANIFEST_FILE).is_file():
-            return _read_data(Path(given), read_manifest(Path(given)))
-        return _read_tokenizer(given)
-    starts = run.read_starts()
-    if (run.path / TOKENIZER_FILE).is_file():
-        return _read_copy(run.path / TOKENIZER_FILE, starts[-1]["data"] if starts else {})
-    if not starts:
-        raise ValueError(
-            f"{run.path} does not say what data it was trained on: name its tokenizer with "
-            f"--tokenizer"
-        )
-    used = starts[-1]["data"]
-    folder = Path(used["folder"])
-    if not (folder / MANIFEST_FILE).is_file():
-        raise ValueError(
-            f"the tokenizer of {run.path} was in {folder}, and that data is no longer there: name "
-            f"a {TOKENIZER_FILE}, or a folder that holds one, with --tokenizer"
-        )
-    manifest = read_manifest(folder)
-    if manifest.hash != used["hash"]:
-        raise ValueError(
-            f"the data in {folder} is not what {run.path} was trained on, and its tokenizer may be "
-            f"another: name the right one with --tokenizer"
-        )
-    return _read_data(folder, manifest)
+def open_model(
+    path: Path | str,
+    *,
+    checkpoint: str | None = None,
+    tokenizer: str | None = None,
+    max_seq_len: int | None = None,
+) -> TextModel:
+    """Open the model of a run, of one of its checkpoints, or of a Hugging Face folder.
 
+    What it gives has `config`, `network`, `vocabulary` and `chat`, each read when it is asked for,
+    and `generate`. Of a run, `checkpoint` is best, newest, a name or a step; empty means the best
+    where there are scores, else the newest. `tokenizer` is for a model that has none beside it,
+    `max_seq_len` for fewer positions than the model was made for.
 
-def _read_data(folder: Path, manifest: Manifest) -> Vocabulary:
-    if manifest.tokenizer is None:
-        raise ValueError(
-            f"the data in {folder} came as ids, without a tokenizer: name it with --tokenizer"
-        )
-    return Vocabulary(load_tokenizer(folder / manifest.tokenizer), manifest.end_token)
-
-
-def _read_copy(path: Path, used: Mapping[str, Any]) -> Vocabulary:
-    """The tokenizer in a run's folder; runs of older releases note neither hash nor end token."""
-    wanted = used.get("tokenizer_hash")
-    if wanted is not None and hash_file(path) != wanted:
-        raise ValueError(
-            f"{path} is not the tokenizer that the run was trained with: put that one back, or "
-            f"name it with --tokenizer"
-        )
-    found = _read_tokenizer(path)
-    return found._replace(end_token=used.get("end_token", found.end_token))
-
-
-def _read_tokenizer(place: str | Path) -> Vocabulary:
-    tokenizer, end_token = load_tokenizer(place), None
-    with suppress(ValueError):
-        end_token = find_end_token(tokenizer)
-    return Vocabulary(tokenizer, end_token)
+    >>> model = depthmix.open_model("runs/demo-20261115-142233")
+    >>> text = model.generate("def main(", max_tokens=20, seed=1)
+    """
+    stored = open_stored(path, checkpoint=checkpoint, tokenizer=tokenizer, max_seq_len=max_seq_len)
+    # the fields alone: nothing else has been read yet
+    return TextModel(**vars(stored))

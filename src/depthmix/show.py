@@ -56,7 +56,7 @@ class Show:
             if num_blocks == 0:
                 raise ValueError("--color shows routed blocks, and this model has none")
             self.shader = Shader(num_blocks, self.palette)
-        self.prompts = [sampler.encode(text) for text in texts]
+        self.prompts = [sampler.vocabulary.encode(text) for text in texts]
         self.num_samples = params.n * len(texts)
         self.done: dict[tuple[int, int], Sample] = {}
         self._num_printed = 0
@@ -119,7 +119,7 @@ class Show:
 
     def _flow(self, stopped: Callable[[], object], paths: Sequence[Sequence[bool]]) -> None:
         """One sample while it comes; `paths` are its prompt's."""
-        joined, waiting = DepthText(self.sampler.decode), None
+        joined, waiting = DepthText(self.sampler.vocabulary.decode), None
         self._print_prompt(0, paths)
         for events in self.sampler.run(stopped):
             for event in events:
@@ -139,7 +139,7 @@ class Show:
 
     def _print_sample(self, prompt: int, number: int) -> None:
         """A finished sample, with a heading where there are several."""
-        found, decode = self.done[prompt, number], self.sampler.decode
+        found, decode = self.done[prompt, number], self.sampler.vocabulary.decode
         text, tokens = self.texts[prompt], self.prompts[prompt]
         if self.as_json:
             self._write(json.dumps(to_dict(text, tokens, number, found, decode)) + "\n")
@@ -166,8 +166,9 @@ class Show:
             self._print_text(text, bold=True)
             return
         # the end token that opens a document is no text, unless the prompt itself has it
-        num_added = len(tokens) - len(self.sampler.tokenize(text))
-        pieces = shade_tokens(self.sampler.decode, tokens[num_added:], paths[num_added:], text)
+        vocabulary = self.sampler.vocabulary
+        num_added = len(tokens) - len(vocabulary.tokenize(text))
+        pieces = shade_tokens(vocabulary.decode, tokens[num_added:], paths[num_added:], text)
         self._print_pieces(pieces)
 
     def _print_pieces(self, pieces: Sequence[Piece]) -> None:

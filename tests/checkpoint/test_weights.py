@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from depthmix.checkpoint import Checkpoints, load_model, load_weights
+from depthmix.checkpoint import Checkpoints, load_weights
 from depthmix.checkpoint import folder as disk
+from depthmix.checkpoint.weights import Which, build_model, choose_checkpoint, read_config
+from depthmix.nn import Transformer
 
 
 @pytest.fixture
@@ -28,6 +30,11 @@ def run(tmp_path: Path, make_training: Any) -> tuple[Path, Any]:
 def same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     assert weights.keys() == expected.keys()
     return all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def load_model(path: Path | str, which: Which = "newest") -> Transformer:
+    checkpoint = choose_checkpoint(Path(path), which)
+    return build_model(read_config(checkpoint), load_weights(checkpoint), checkpoint)
 
 
 def test_weights_are_found_from_every_path(run: tuple[Path, Any]) -> None:
@@ -157,6 +164,6 @@ def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_model_is_loaded_onto_the_gpu(run: tuple[Path, Any]) -> None:
-    model = load_model(run[0], device="cuda")
+    model = load_model(run[0]).to("cuda")
     assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"cuda"}
     assert model.head.weight is model.embedding.weight

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from depthmix.checkpoint import load_model
 from depthmix.cli import main
-from depthmix.hf.upcycle import upcycle
+from depthmix.models import open_model
+from depthmix.models.upcycle import upcycle
 from foreign_models import write_foreign
 from text_runs import write_text_run
 
@@ -27,7 +27,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any
 
 def write_exported(run: Path, folder: Path) -> Path:
     """A run as an exported folder has it."""
-    model = load_model(run, which="best")
+    model = open_model(run, checkpoint="best").network
     folder.mkdir()
     tree = {**model.config.to_dict(), "model_type": "depthmix", "selector": None, "dtype": "x"}
     (folder / "config.json").write_text(json.dumps(tree))

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from depthmix.checkpoint import load_model, load_weights
+from depthmix.checkpoint import load_weights
 from depthmix.cli import main
+from depthmix.models import open_model
 from text_runs import write_text_run
 
 
@@ -35,14 +36,14 @@ def test_a_run_goes_out_and_comes_back(
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
     # logits of all three are the same, to the bit
-    native = load_model(run / "checkpoints" / "step-00000004")
+    native = open_model(run / "checkpoints" / "step-00000004").network
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     tokens = torch.arange(30)[None]
     with torch.no_grad():
         logits = native(tokens, selector="predictor").logits
         assert torch.equal(exported(tokens).logits, logits)
         assert torch.equal(
-            load_model(tmp_path / "run")(tokens, selector="predictor").logits, logits
+            open_model(tmp_path / "run").network(tokens, selector="predictor").logits, logits
         )
 
     # and so is the text, which the other verbs write and read

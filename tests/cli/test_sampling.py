@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from depthmix.checkpoint import load_model
 from depthmix.cli import main
 from depthmix.data.tokenizer import load_tokenizer
 from depthmix.infer import Engine, SamplingParams
-from depthmix.sampler import Sampler, Vocabulary
+from depthmix.models import open_model
+from depthmix.models.vocabulary import Vocabulary
+from depthmix.sampler import Sampler
 from depthmix.shades import Shader, shade_tokens
 from test_architecture import modules_loaded_by
 from text_runs import write_text_run
@@ -67,7 +68,7 @@ def test_greedy_text_is_the_engines(run: Path, ask: Ask) -> None:
     # a prompt begins a document, as documents do in training
     prompt = [0, *tokenizer.encode("line 12").ids]
     decode = partial(tokenizer.decode, skip_special_tokens=False)
-    engine = Engine(load_model(run), decode=decode)
+    engine = Engine(open_model(run).network, decode=decode)
     (result,) = engine.generate([prompt], SamplingParams(max_tokens=9, temperature=0))
     assert result.samples[0].text
     assert told.out == f"line 12{result.samples[0].text}\n"
@@ -169,8 +170,8 @@ def test_the_end_token_stops_unless_ignored(
     # as if a token that surely comes were the end, and documents began as before
     end = whole["tokens"][2]
     vocabulary = Vocabulary(load_tokenizer(run.parent / "data"), end)
-    monkeypatch.setattr("depthmix.sampler.find_vocabulary", lambda *args: vocabulary)
-    monkeypatch.setattr(Sampler, "encode", lambda self, text: [0, *self.tokenize(text)])
+    monkeypatch.setattr("depthmix.models.open.find_vocabulary", lambda *args: vocabulary)
+    monkeypatch.setattr(Vocabulary, "encode", lambda self, text: [0, *self.tokenize(text)])
     stopped = json.loads(ask(*wish).out)
     assert stopped["tokens"] == whole["tokens"][: whole["tokens"].index(end) + 1]
     assert stopped["finish"] == "stop"

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from depthmix.checkpoint import load_weights
-from depthmix.checkpoint.chat import Chat, read_chat, write_chat
 from depthmix.cli import main
 from depthmix.data.tokenizer import load_tokenizer
 from depthmix.eval.blocks import find_least_blocks
 from depthmix.eval.texts import read_texts
-from depthmix.hf.source import find_end, open_source
+from depthmix.models import open_model
+from depthmix.models.chat import Chat, read_chat, write_chat
+from depthmix.models.vocabulary import find_end
 from depthmix.rundir import RunDir
 from foreign_models import write_foreign
 
@@ -85,11 +86,11 @@ def test_blocks_that_a_text_misses_least(
     assert main(["upcycle", str(dense), *options, *SMALL]) == 0
     told = capsys.readouterr().out
     assert "2 of 4 blocks route" in told
-    model = open_source(dense).build()
+    model = open_model(dense).network
     stream = read_texts([text.read_text()], load_tokenizer(dense), find_end(dense), 2048)
     least = find_least_blocks(model, stream, 2)
     chosen = sorted(each.layer for each in least.found)
-    assert list(open_source(run).config.routed_layers) == chosen
+    assert list(open_model(run).config.routed_layers) == chosen
     assert f"rises from {least.whole:.3f} to {least.found[0].loss:.3f} (block" in told
 
 

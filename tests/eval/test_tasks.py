@@ -9,8 +9,8 @@ import jinja2
 import pytest
 import torch
 
-from depthmix.checkpoint.chat import Chat
 from depthmix.data.tokenizer import train_tokenizer
+from depthmix.models import Chat
 from depthmix.nn import Transformer
 from variants import enlarge_updates, make_config
 

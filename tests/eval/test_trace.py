@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthmix.checkpoint import load_model
 from depthmix.data.tokenizer import load_tokenizer, train_tokenizer
 from depthmix.eval.trace import (
     CHUNK_TOKENS,
@@ -16,9 +15,10 @@ from depthmix.eval.trace import (
     cut_windows,
     encode_text,
     measure_predictions,
-    trace_checkpoint,
+    trace_model,
     trace_tokens,
 )
+from depthmix.models import open_model
 from depthmix.nn import Transformer
 from depthmix.report.traces import check_trace
 from text_runs import write_text_run
@@ -168,19 +168,51 @@ def test_a_model_that_diverged_is_refused() -> None:
         trace_tokens(model, [1, 2])
 
 
-def test_a_checkpoint_is_traced_with_words(tmp_path: Path) -> None:
-    run = write_text_run(tmp_path)
-    tokenizer = load_tokenizer(tmp_path / "data")
-    text = "line 12 says 144 and née 𝄞\n" * 4
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_run(tmp_path_factory.mktemp("trace"))
+
+
+def test_a_checkpoint_is_traced_with_words(run: Path) -> None:
+    tokenizer = load_tokenizer(run.with_name("data"))
+    words = "line 12 says 144 and née 𝄞\n" * 4
     place = run / "checkpoints" / "step-00000002"
-    trace = trace_checkpoint(place, tokenizer, 0, text, origin={"run": "here"})
+    trace = trace_model(open_model(place), words, text="here", device="cpu")
     check_trace(trace, "this")
-    assert trace["origin"] == {"run": "here", "checkpoint": "step-00000002", "device": "cpu"}
-    assert "".join(trace["texts"]) == text
+    assert "".join(trace["texts"]) == words
     assert trace["texts"][0] == ""
     assert len(trace["window_starts"]) > 1
-    again = trace_tokens(load_model(place), tokenizer.encode(text).ids, 0)
+    again = trace_tokens(open_model(place).network, tokenizer.encode(words).ids, 0)
     assert again == {key: value for key, value in trace.items() if key not in ("origin", "texts")}
-    short = trace_checkpoint(place, tokenizer, 0, text, origin={}, max_tokens=3)
+    short = trace_model(open_model(place), words, text="here", max_tokens=3, device="cpu")
     assert len(short["tokens"]) == 4
-    assert text.startswith("".join(short["texts"]))
+    assert words.startswith("".join(short["texts"]))
+
+
+def test_a_trace_says_where_it_comes_from(run: Path) -> None:
+    words = "line 12 says 144\n"
+    for model in (
+        open_model(run, checkpoint="2"),
+        open_model(run / "checkpoints" / "step-00000002"),
+    ):
+        trace = trace_model(model, words, text="a letter", device="cpu")
+        check_trace(trace, "this")
+        assert "".join(trace["texts"]) == words
+        origin = trace["origin"]
+        assert (origin["run"], origin["text"]) == (str(run), "a letter")
+        assert (origin["checkpoint"], origin["device"]) == ("step-00000002", "cpu")
+        assert "torch" in origin["versions"]
+    short = trace_model(open_model(run), words, text="a letter", max_tokens=3, device="cpu")
+    assert len(short["tokens"]) - short["num_added"] == 3
+
+
+def test_a_gpu_that_is_not_there(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no CUDA device is visible"):
+        trace_model(open_model(run), "words", text="a letter", device="cuda")
+    assert trace_model(open_model(run), "words", text="a letter")["origin"]["device"] == "cpu"
+
+
+def test_words_must_be_there(run: Path) -> None:
+    with pytest.raises(ValueError, match="there is no token to trace"):
+        trace_model(open_model(run), "", text="a letter", device="cpu")

@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from depthmix.checkpoint import load_model, load_weights
+from depthmix.checkpoint import load_weights
 from depthmix.data.tokenizer import load_tokenizer, train_tokenizer
 from depthmix.hf.export import export_model, import_model, load_exported
 from depthmix.infer import Engine, SamplingParams
+from depthmix.models import open_model
+from depthmix.models.vocabulary import Vocabulary, find_vocabulary
 from depthmix.rundir import RunDir
-from depthmix.sampler import Sampler, Vocabulary, find_vocabulary
 from hf_models import make_hf_model
 from variants import NAMES, make_config, make_model
 
@@ -35,7 +36,7 @@ def test_a_model_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     model = make_model(name, dtype=torch.float32)
     export_model(model, tmp_path / "out")
     import_model(tmp_path / "out", tmp_path / "run")
-    back = load_model(tmp_path / "run")
+    back = open_model(tmp_path / "run").network
     assert back.config.shape == model.config.shape
     assert back.config.routing == model.config.routing
     assert back.config.experts == model.config.experts
@@ -56,11 +57,11 @@ def test_the_type_of_the_weights_is_kept(tmp_path: Path) -> None:
 def test_the_tokenizer_begins_a_document_as_sampling_does(exported: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(exported)
     native = load_tokenizer(exported)
-    sampler = Sampler(load_exported(exported).model, Vocabulary(native, 0))
+    vocabulary = Vocabulary(native, 0)
     for text in TEXTS:
-        assert tokenizer(text).input_ids == sampler.encode(text)
+        assert tokenizer(text).input_ids == vocabulary.encode(text)
         plain = tokenizer(text, add_special_tokens=False).input_ids
-        assert plain == sampler.tokenize(text)
+        assert plain == vocabulary.tokenize(text)
         assert tokenizer.decode(plain) == text
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0, 0)
     assert (tokenizer.padding_side, tokenizer.model_max_length) == ("left", 64)
@@ -100,7 +101,7 @@ def test_what_transformers_saves_can_be_imported(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
     import_model(tmp_path / "saved", tmp_path / "run")
-    found = load_model(tmp_path / "run").state_dict()
+    found = open_model(tmp_path / "run").network.state_dict()
     assert all(torch.equal(found[key], value) for key, value in model.model.state_dict().items())
 
 

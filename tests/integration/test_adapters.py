@@ -10,10 +10,10 @@ from rich.console import Console
 from torch import Tensor
 
 from depthmix.checkpoint import folder as disk
-from depthmix.checkpoint import load_model, load_weights
-from depthmix.checkpoint.source import open_run
+from depthmix.checkpoint import load_weights
 from depthmix.checkpoint.tensors import read_part
 from depthmix.data.shards import Corpus
+from depthmix.models import open_model
 from depthmix.presets import load_preset
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
@@ -53,7 +53,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan_run(dense: Path, out: Path, **changes: Any) -> Plan:
-    source = open_run(dense)
+    source = open_model(dense)
     routing = {"routing.strategy": "expert_choice", "routing.gate": "tanh1"}
     model = source.config.override({**routing, "routing.capacity": 0.25})
     run = make_run(model, **{"train.distill": str(dense), **changes})
@@ -97,10 +97,10 @@ def test_only_adapted_matrices_change(dense: Path, whole: Path) -> None:
 
 
 def test_it_begins_as_its_source(dense: Path, whole: Path) -> None:
-    source = open_run(whole)
+    source = open_model(whole)
     run = make_run(source.config, **{"train.capacity_from": None})
     corpus = Corpus.open(dense.with_name("data"))
-    trainer, model = Trainer(run, corpus, WORLD, start=source), source.build()
+    trainer, model = Trainer(run, corpus, WORLD, start=source), source.network
     assert len(list_adapters(trainer.model)) == 12
     tokens = make_tokens(model.config, 2, 16)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_readers_see_the_model_that_was_trained(dense: Path, whole: Path) -> Non
     trainer = Trainer(config, Corpus.open(dense.with_name("data")), WORLD)
     trainer.open(RunDir.open(whole))
     trainer.resume()
-    model = load_model(whole)
+    model = open_model(whole, checkpoint="newest").network
     tokens = make_tokens(model.config, 2, 16)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens).logits, trainer.model(tokens).logits)

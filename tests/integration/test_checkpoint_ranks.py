@@ -15,11 +15,11 @@ from depthmix.checkpoint import (
     Checkpoints,
     collect_rng,
     collect_tensors,
-    load_model,
     load_weights,
     restore_rank_rng,
     restore_tensors,
 )
+from depthmix.models import open_model
 from depthmix.nn import Transformer
 from depthmix.presets import load_preset
 from depthmix.train.muon import Muon
@@ -168,7 +168,9 @@ def test_shards_and_whole_tensors_are_interchangeable(
     assert (state["num_ranks"], len(state["rng"]), state["rank"]) == (2, 2, 0)
 
     assert_same({"model": load_weights(path)}, {"model": whole["model"]})
-    assert torch.equal(load_model(path).embedding.weight, whole["model"]["embedding.weight"])
+    assert torch.equal(
+        open_model(path).network.embedding.weight, whole["model"]["embedding.weight"]
+    )
     resumed = make_training(seed=8, shard=False)
     (tmp_path / "two" / "step-00000010").rename(tmp_path / "ten")
     load_newest(tmp_path / "two", resumed)

@@ -178,7 +178,8 @@ def test_many_mixed_prompts(name: str, number: int) -> None:
 def test_sixteen_samples_through_a_sampler() -> None:
     """As `depthmix sample RUN -n 16` does it, where a run cannot be written."""
     tokenizers = pytest.importorskip("tokenizers")
-    from depthmix.sampler import Sampler, Vocabulary
+    from depthmix.models import Vocabulary
+    from depthmix.sampler import Sampler
 
     words = {"<|endoftext|>": 0} | {f"word{n}": n for n in range(1, 64)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word1"))
@@ -186,14 +187,14 @@ def test_sixteen_samples_through_a_sampler() -> None:
     model = make("mod", tied_head=False).to(torch.bfloat16)
     sampler = Sampler(model, Vocabulary(tokenizer, 0), max_batch=16)
     params = SamplingParams(max_tokens=24, n=16, seed=5, stop_tokens=[0])
-    sampler.warm_up([sampler.encode("word3 word9 word27")], params)
+    sampler.warm_up([sampler.vocabulary.encode("word3 word9 word27")], params)
     assert sampler.compile_seconds > 0
     heard: list[tuple[int, ...]] = []
     assert sampler.engine.warm_up(lambda *done: heard.append(done)) > 0
     assert heard[-1][0] == heard[-1][1] == len(heard)
     found = []
     for _ in range(2):
-        request = sampler.add(sampler.encode("word3 word9 word27"), params)
+        request = sampler.add(sampler.vocabulary.encode("word3 word9 word27"), params)
         events = [event for step in sampler.run() for event in step]
         samples = {event.sample: event.result for event in events if event.result is not None}
         assert sorted(samples) == list(range(16))

@@ -11,7 +11,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_files_can_be_read_without_transformers() -> None:
-    assert run("import depthmix.hf.upcycle").returncode == 0
+    assert run("import depthmix.models.upcycle").returncode == 0
 
 
 def test_models_need_transformers() -> None:

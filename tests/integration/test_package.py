@@ -1,10 +1,17 @@
 """What `import depthmix` offers."""
 
+import doctest
+from pathlib import Path
+
 import pytest
+import torch
 
 import depthmix
-from depthmix import nn
+from depthmix import infer, nn
 from depthmix.config import ModelConfig
+from depthmix.train.step import TrainStep
+from test_architecture import modules_loaded_by
+from text_runs import write_text_run
 
 
 def test_every_exported_name_is_there() -> None:
@@ -13,8 +20,38 @@ def test_every_exported_name_is_there() -> None:
     assert depthmix.Transformer is nn.Transformer
     assert depthmix.Cache is nn.Cache
     assert depthmix.ModelConfig is ModelConfig
+    assert depthmix.Engine is infer.Engine
+    assert depthmix.SamplingParams is infer.SamplingParams
+    assert depthmix.TrainStep is TrainStep
 
 
 def test_unknown_names_are_no_attributes() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Transfomer'"):
         _ = depthmix.Transfomer
+
+
+def test_only_what_is_used_is_loaded() -> None:
+    assert "torch" not in modules_loaded_by("import depthmix; depthmix.load_preset('tiny')")
+    loaded = modules_loaded_by("import depthmix; depthmix.Engine")
+    assert "depthmix.infer" in loaded
+    assert not {"depthmix.train", "depthmix.models", "depthmix.sampler"} & loaded
+    assert "transformers" not in modules_loaded_by("import depthmix; depthmix.open_model")
+
+
+@pytest.mark.parametrize("name", ["Engine", "SamplingParams", "TrainStep", "open_model"])
+def test_the_example_of_a_docstring_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = getattr(depthmix, name).__doc__
+    known = {each: getattr(depthmix, each) for each in depthmix.__all__}
+    known |= {"depthmix": depthmix, "torch": torch}
+    example = doctest.DocTestParser().get_doctest(text, known, name, None, None)
+    assert example.examples
+    if name == "open_model":
+        run = write_text_run(tmp_path)
+        (tmp_path / "runs").mkdir()
+        (tmp_path / "runs" / "demo-20261115-142233").symlink_to(run)
+        monkeypatch.chdir(tmp_path)
+    found = doctest.DocTestRunner().run(example)
+    assert found.failed == 0
+    assert found.attempted == len(example.examples)

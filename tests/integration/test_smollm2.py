@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from depthmix.checkpoint import load_model
-from depthmix.hf.upcycle import upcycle
+from depthmix.models import open_model
+from depthmix.models.upcycle import upcycle
 
 pytestmark = [
     pytest.mark.slow,
@@ -59,7 +59,7 @@ def test_smollm2_predicts_what_it_did(tmp_path: Path) -> None:
     made = upcycle(tmp_path / "hf", tmp_path / "run", {"routing.first_dense": 2})
     assert len(made.config.routed_layers) == 14
     ids, wanted = torch.load(tmp_path / "hf" / "logits.pt")
-    model = load_model(tmp_path / "run")
+    model = open_model(tmp_path / "run").network
     with torch.no_grad():
         found = model(ids, selector="all").logits
         untrained = model(ids).logits

@@ -13,7 +13,7 @@ from rich.console import Console
 from depthmix import flops
 from depthmix.budget import list_stages
 from depthmix.checkpoint import folder as disk
-from depthmix.checkpoint import load_model
+from depthmix.models import open_model
 from depthmix.nn import MixtureOfDepths, Transformer
 from depthmix.presets import load_preset
 from depthmix.recipe import RunConfig
@@ -149,13 +149,13 @@ def test_metrics_and_checkpoints_know_the_capacity(whole: Path) -> None:
     ]
     assert lines[-1]["flops"] == Meter(make_run(), WORLD).count_flops(10)
     found = disk.list_checkpoints(whole / "checkpoints")
-    shares = {step: load_model(path).config.capacities for step, path in found.items()}
+    shares = {step: open_model(path).network.config.capacities for step, path in found.items()}
     assert shares == {2: (1.0,), 4: (0.75,), 6: (0.5,), 8: (0.25,), 10: (0.25,)}
     # what was easier does not count as better; the eighth's validation was at another capacity
     states = {step: disk.read_state(path) for step, path in found.items()}
     assert [step for step, state in states.items() if state["score"] is not None] == [10]
     assert [step for step, state in states.items() if state["val"]] == [4, 6, 10]
-    for layer in load_model(found[4]).layers:
+    for layer in open_model(found[4]).network.layers:
         if isinstance(layer, MixtureOfDepths):
             assert layer.decider.capacity == 0.75
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-from depthmix.checkpoint.source import Source, open_run
+from depthmix.models import StoredModel, open_model
 from depthmix.nn import Transformer
 from depthmix.presets import load_preset
 from depthmix.recipe import RunConfig
@@ -97,9 +97,9 @@ def test_a_compiled_step_has_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(losses[1], losses[0])
 
 
-def make_source(**changes: Any) -> Source:
+def make_source(**changes: Any) -> StoredModel:
     model = Transformer(make_config("dense", **changes))
-    return Source(Path("teacher"), model.config, "depthmix", lambda: dict(model.state_dict()))
+    return StoredModel(Path("teacher"), model.config, "depthmix", lambda: dict(model.state_dict()))
 
 
 def test_teachers_that_know_other_tokens_are_refused() -> None:
@@ -112,7 +112,9 @@ def test_teachers_that_know_other_tokens_are_refused() -> None:
         open_distillation(make_source(max_seq_len=8), run, cpu)
 
 
-def test_a_run_learns_from_a_teacher_and_finds_it_again(tmp_path: Path) -> None:
+def test_a_run_learns_from_a_teacher_and_finds_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data, quiet = write_data(tmp_path / "data"), Console(quiet=True)
     fixed = {**FIELDS, "train.tensorboard": False, "train.steps": 6, "train.checkpoint_every": 3}
     dense = RunConfig.from_overrides(
@@ -128,14 +130,16 @@ def test_a_run_learns_from_a_teacher_and_finds_it_again(tmp_path: Path) -> None:
     assert all(line["total_loss"] > line["loss"] + line["distill_loss"] for line in lines)
     seen = []
 
-    def open_and_tell(path: str) -> Source:
+    def open_and_tell(path: str) -> StoredModel:
         seen.append(path)
-        return open_run(path)
+        return open_model(path)
+
+    monkeypatch.setattr("depthmix.train.launch.open_model", open_and_tell)
 
     # the end is gone, as after a kill
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
     RunDir.open(tmp_path / "run").write_status("running", step=3, num_steps=6, loss=None)
-    launch(Plan(resume=tmp_path / "run", device="cpu", open_source=open_and_tell), quiet)
+    launch(Plan(resume=tmp_path / "run", device="cpu"), quiet)
     assert seen == [str(tmp_path / "teacher")]
     again = RunDir.open(tmp_path / "run").read_metrics("train")
     assert [line["distill_loss"] for line in again] == [line["distill_loss"] for line in lines]

@@ -9,10 +9,10 @@ import torch
 from rich.console import Console
 
 from depthmix import flops
-from depthmix.checkpoint.source import Source, open_run
 from depthmix.checkpoint.weights import load_weights
 from depthmix.data.shards import Corpus
 from depthmix.data.tokenizer import train_tokenizer
+from depthmix.models import StoredModel, open_model
 from depthmix.nn import Transformer
 from depthmix.presets import load_preset
 from depthmix.recipe import RunConfig
@@ -42,7 +42,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(first: Path, out: Path, **changes: Any) -> Path:
-    source = open_run(first)
+    source = open_model(first)
     run = RunConfig(model=source.config, train=make_run().train)
     recipe = {n: v for n, v in changes.items() if n.startswith("train.")}
     model = run.model.override({n: v for n, v in changes.items() if n not in recipe})
@@ -120,10 +120,10 @@ def test_what_is_frozen_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_was_done_is_told() -> None:
     dense, routed = (Transformer(make_config(name)) for name in ("dense", "mod"))
-    given = Source(Path("there"), dense.config, "depthmix", lambda: dict(dense.state_dict()))
+    given = StoredModel(Path("there"), dense.config, "depthmix", lambda: dict(dense.state_dict()))
     assert load_start(dense, given, 0) == "starting from the weights of there"
     assert load_start(routed, given, 0).endswith("8 tensors of routers and predictors are new")
-    given = Source(Path("there"), routed.config, "depthmix", lambda: dict(routed.state_dict()))
+    given = StoredModel(Path("there"), routed.config, "depthmix", lambda: dict(routed.state_dict()))
     assert load_start(dense, given, 0).endswith("8 tensors of routers and predictors are left out")
     ours, theirs = dense.state_dict(), routed.state_dict()
     name = "mlp.w_up.weight"

@@ -13,7 +13,7 @@ Nothing in a checkpoint is unpickled. Knows nothing of the training loop.
 from depthmix.checkpoint.rng import collect_rng, restore_rank_rng, restore_rng, seed_rng
 from depthmix.checkpoint.store import Checkpoints, Found
 from depthmix.checkpoint.tensors import Parts, collect_tensors, find_largest, restore_tensors
-from depthmix.checkpoint.weights import load_model, load_weights
+from depthmix.checkpoint.weights import load_weights
 
 __all__ = [
     "Checkpoints",
@@ -22,7 +22,6 @@ __all__ = [
     "collect_rng",
     "collect_tensors",
     "find_largest",
-    "load_model",
     "load_weights",
     "restore_rank_rng",
     "restore_rng",

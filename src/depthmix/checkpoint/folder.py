@@ -118,6 +118,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / STATE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{checkpoint} is damaged: {STATE} is missing; use another") from error
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: use another checkpoint") from error
     if not isinstance(state, dict) or not isinstance(state.get("format"), int):

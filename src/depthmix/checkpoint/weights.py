@@ -1,4 +1,4 @@
-"""Weights for use: a path on disk → tensors, or a model that is ready to be called.
+"""Weights for use: a path on disk → tensors, and tensors → a model that is ready to be called.
 
 Reads only what it needs of a checkpoint, verified. Unpickles nothing. Knows nothing of training.
 """
@@ -27,15 +27,6 @@ def load_weights(path: Path | str, *, which: Which | None = None) -> dict[str, T
     if path.is_file():
         return _load_file(path)
     return _load_checkpoint(choose_checkpoint(path, which))
-
-
-def load_model(
-    path: Path | str, *, which: Which = "newest", device: torch.device | str = "cpu"
-) -> Transformer:
-    """The model of a run, its checkpoints folder or a checkpoint, in evaluation mode."""
-    checkpoint = choose_checkpoint(Path(path), which)
-    weights = _load_checkpoint(checkpoint)
-    return build_model(read_config(checkpoint), weights, checkpoint).to(device)
 
 
 def build_model(config: ModelConfig, weights: dict[str, Tensor], origin: Path | str) -> Transformer:

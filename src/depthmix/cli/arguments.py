@@ -1,10 +1,12 @@
 """What a command line says: models, fields to change, and help that lists the fields.
 
-Knows nothing of what a verb does with them.
+Knows the extras that a verb may need, and nothing of what it does with its arguments.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand
@@ -21,6 +23,12 @@ app = typer.Typer(
 
 # an unknown option may be a field, written the way other programs write it
 FIELDS_ALLOWED = {"ignore_unknown_options": True}
+
+
+ModelPath = Annotated[
+    Path,
+    typer.Argument(help="A run, a checkpoint, or a Hugging Face folder.", metavar="RUN|DIR"),
+]
 
 
 class ModelsAndFields(NamedTuple):
@@ -93,6 +101,23 @@ def check_device(device: str | None) -> None:
     """Refuse what is no --device; None leaves the choice."""
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device {device} is neither cpu nor cuda")
+
+
+def read_length(overrides: Mapping[str, str]) -> int | None:
+    """A `max_seq_len` among fields to change; what is no number is refused where all are."""
+    length = overrides.get("max_seq_len", "")
+    return int(length) if length.isdecimal() else None
+
+
+@contextmanager
+def tell_missing(extra: str) -> Iterator[None]:
+    """Say which extra has the package that an import did not find."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"this needs the package '{error.name}': pip install 'depthmix[{extra}]'"
+        ) from error
 
 
 def _read_option(argument: str, following: Sequence[str], train: bool) -> tuple[str, str]:

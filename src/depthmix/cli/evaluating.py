@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from depthmix.cli.arguments import PlainCommand, app, check_device
+from depthmix.cli.arguments import ModelPath, PlainCommand, app, check_device, tell_missing
 
 if TYPE_CHECKING:
-    from depthmix.checkpoint.source import Source
     from depthmix.eval.perplexity import Stream
-    from depthmix.nn import Transformer
-    from depthmix.sampler import Vocabulary
+    from depthmix.models import StoredModel
 
 Text = Annotated[
     list[str] | None,
@@ -29,10 +27,7 @@ Tasks = Annotated[
 
 @app.command(name="eval", cls=PlainCommand)
 def evaluate(
-    model: Annotated[
-        Path,
-        typer.Argument(help="A run, or an exported or dense folder.", metavar="RUN|DIR"),
-    ],
+    model: ModelPath,
     text: Text = None,
     data: Annotated[
         Path | None,
@@ -99,27 +94,23 @@ def evaluate(
         given = [name for name, value in options.items() if value not in (None, [])]
         if unused and given:
             raise ValueError(f"{', '.join(given)} is {told}")
-    from depthmix.cli.opening import open_model, open_vocabulary
+    from depthmix.models import choose_device, open_model
 
-    source = open_model(model)
+    source = open_model(model, tokenizer=tokenizer)
     if chat and source.chat is None:
         raise ValueError(f"{model} has no chat template: leave out --chat")
     problem = source.config.find_selector_problem(selector)
     if problem is not None:
         raise ValueError(f"--selector {selector}: {problem}")
-    vocabulary = open_vocabulary(model, tokenizer) if text or tasks else None
-    stream = None
-    if reads:
-        stream = read_stream(model, text or [], data, vocabulary, max_tokens)
-    network = load(source, device)
+    vocabulary = source.vocabulary if text or tasks else None
+    stream = read_stream(source, text or [], data, max_tokens) if reads else None
+    network = source.network.to(choose_device(device))
     found: dict[str, Any] = {"model": str(model)}
     if stream is not None:
         from depthmix.eval.perplexity import measure_stream
 
         found["text"] = measure_stream(network, stream, seq_len=seq_len, batch_size=batch)
     if tasks and vocabulary is not None:
-        from depthmix.cli.opening import tell_missing
-
         with tell_missing("eval"):
             from depthmix.eval.tasks import TaskModel, run_tasks
 
@@ -136,11 +127,7 @@ def evaluate(
 
 
 def read_stream(
-    model: Path,
-    texts: list[str],
-    data: Path | None,
-    vocabulary: "Vocabulary | None",
-    max_tokens: int | None,
+    model: "StoredModel", texts: list[str], data: Path | None, max_tokens: int | None
 ) -> "Stream":
     """The tokens of files, of a data folder, or of what a run was trained on."""
     from depthmix.eval.texts import read_corpus, read_texts
@@ -148,28 +135,18 @@ def read_stream(
     if texts:
         from depthmix.cli.seeing import read_text
 
-        assert vocabulary is not None
-        return read_texts([read_text(file) for file in texts], *vocabulary, max_tokens)
+        return read_texts([read_text(file) for file in texts], *model.vocabulary, max_tokens)
     from depthmix.data.shards import Corpus
-    from depthmix.rundir import RunDir
 
     if data is None:
-        starts = RunDir(model).read_starts()
+        starts = [] if model.run is None else model.run.read_starts()
         used = starts[-1]["data"] if starts else {}
         if not used.get("hash"):
             raise ValueError(
-                f"{model} has no data of its own: say with --text or --data what to read"
+                f"{model.path} has no data of its own: say with --text or --data what to read"
             )
         data = Path(used["folder"])
     return read_corpus(Corpus.open(data), max_tokens)
-
-
-def load(source: "Source", device: str | None) -> "Transformer":
-    """The model on its device."""
-    from depthmix.sampler import choose_device
-
-    kind = choose_device(device)
-    return source.build().to(kind)
 
 
 def describe(found: dict[str, Any]) -> list[str]:

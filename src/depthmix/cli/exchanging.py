@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli.arguments import PlainCommand, app
+from depthmix.cli.arguments import ModelPath, PlainCommand, app
 
 
 @app.command(cls=PlainCommand)
 def export(
-    run: Annotated[Path, typer.Argument(help="A run's folder.", metavar="RUN")],
+    model: ModelPath,
     out: Annotated[Path, typer.Option(help="The folder to write.", metavar="DIR")],
     checkpoint: Annotated[
         str | None, typer.Option(help="best, newest, or a step; the best if it is known.")
@@ -37,28 +37,22 @@ def export(
     For example:
       depthmix export runs/demo-20261115-142233 --out exported
     """
-    from depthmix.rundir import RunDir
+    from depthmix.models import open_model
 
-    folder = RunDir.open(run)
-    from depthmix.checkpoint import load_model
-    from depthmix.checkpoint.chat import read_chat
-    from depthmix.sampler import Vocabulary, find_checkpoint, find_vocabulary
-
+    opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)
     try:
         from depthmix.hf.export import export_model
     except ImportError as error:
         from depthmix.hf import MISSING
 
         raise ValueError(MISSING) from error
-    found = None if no_tokenizer else find_vocabulary(folder, tokenizer)
-    vocabulary = Vocabulary(None, None) if found is None else found  # pyrefly: ignore
-    model = load_model(find_checkpoint(folder, checkpoint))
+    ids, end_token = (None, None) if no_tokenizer else opened.vocabulary
     export_model(
-        model,
+        opened.network,
         out,
-        tokenizer=vocabulary.tokenizer,
-        end_token=vocabulary.end_token,
-        chat=read_chat(folder.path),
+        tokenizer=ids,
+        end_token=end_token,
+        chat=opened.chat,
         selector=selector,
     )
     print(f"{out}: open it with AutoModelForCausalLM.from_pretrained, after import depthmix.hf")

@@ -30,14 +30,14 @@ def describe(
     For example: depthmix describe 60m-dense 60m-mod routing.capacity=0.25
     """
     from depthmix.describe import describe_model, print_tables, to_json
-    from depthmix.presets import load_model
+    from depthmix.presets import load_config
 
     names, overrides = split_arguments(arguments or [])
     if not names:
         raise ValueError(
             "name at least one model to describe: 'depthmix presets' lists the presets"
         )
-    models = [describe_model(name, load_model(name, overrides), seq_len) for name in names]
+    models = [describe_model(name, load_config(name, overrides), seq_len) for name in names]
     if as_json:
         print(to_json(models))
     else:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from depthmix.cli.arguments import PlainCommand, app, check_device
+from depthmix.cli.arguments import ModelPath, PlainCommand, app, check_device
 
 MAX_BATCH = 8
 LINE_WIDTH = 79
@@ -17,7 +17,7 @@ LINE_WIDTH = 79
 
 @app.command(cls=PlainCommand)
 def sample(
-    run: Annotated[Path, typer.Argument(help="A run's folder.", metavar="RUN")],
+    model: ModelPath,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -103,10 +103,7 @@ def sample(
       depthmix sample runs/demo-20261115-142233 --prompt "def main(" --color
       depthmix sample runs/demo-20261115-142233 --file start.txt -n 4 --top-p 0.9 --json
     """
-    from depthmix.rundir import RunDir
-
     # what can be wrong is asked before torch takes its seconds to load
-    RunDir.open(run)
     check_device(device)
     if batch < 1:
         raise ValueError(f"--batch {batch} must be at least 1")
@@ -116,7 +113,8 @@ def sample(
         raise ValueError("--logprobs are told with --json: add it")
     texts = read_prompts(prompt, file)
     from depthmix.infer import SamplingParams
-    from depthmix.sampler import open_sampler
+    from depthmix.models import open_model
+    from depthmix.sampler import start_sampler
     from depthmix.show import Show
     from depthmix.train.interrupt import Interrupt
 
@@ -126,14 +124,9 @@ def sample(
     told_seed = random.SystemRandom().getrandbits(31) if seed is None else seed
     options |= {"stop": stop or [], "n": n, "seed": told_seed, "logprobs": logprobs}
     params = SamplingParams(**options)
-    sampler = open_sampler(
-        run,
-        checkpoint=checkpoint,
-        tokenizer=tokenizer,
-        device=device,
-        selector=selector,
-        max_batch=min(batch, n * len(texts)),
-    )
+    opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)
+    size = min(batch, n * len(texts))
+    sampler = start_sampler(opened, device=device, selector=selector, max_batch=size)
     end_token = sampler.vocabulary.end_token
     if end_token is not None and not ignore_eos:
         params = SamplingParams(**options, stop_tokens=[end_token])

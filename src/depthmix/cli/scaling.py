@@ -54,7 +54,7 @@ def plan_memory(
 
     depthmix plan-memory 1b train.batch_size=512 --gpus 8 64 512
     """
-    from depthmix.presets import load_model
+    from depthmix.presets import load_config
     from depthmix.recipe import RunConfig
 
     counts, rest = split_counts(gpus, arguments)
@@ -65,7 +65,7 @@ def plan_memory(
         )
     if seq_len is not None:
         overrides["train.seq_len"] = str(seq_len)
-    run = RunConfig.from_overrides(load_model(names[0]), overrides)
+    run = RunConfig.from_overrides(load_config(names[0]), overrides)
     # after what can be wrong: torch takes seconds to load
     from depthmix.train.memory import Cluster, estimate_run
 

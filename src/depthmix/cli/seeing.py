@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from depthmix.cli.arguments import PlainCommand, app, check_device
+from depthmix.cli.arguments import ModelPath, PlainCommand, app, check_device
 
 Checkpoint = Annotated[
     str | None, typer.Option(help="best, newest, or a step; the best if it is known.")
@@ -24,7 +24,7 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is
 
 @app.command(cls=PlainCommand)
 def trace(
-    run: Annotated[Path, typer.Argument(help="A run's folder.", metavar="RUN")],
+    model: ModelPath,
     text: Annotated[str, typer.Option(help="A file of text; - is stdin.", metavar="FILE")],
     out: Annotated[Path, typer.Option(help="The file to write.", metavar="FILE")] = Path(
         "trace.json"
@@ -46,7 +46,7 @@ def trace(
     from depthmix.report.traces import write_trace
 
     _check_folder(out)
-    found = trace_run(run, text, checkpoint, tokenizer, max_tokens, device)
+    found = trace_text(model, text, checkpoint, tokenizer, max_tokens, device)
     write_trace(found, out)
     print(f"{out}: {describe(found)}")
 
@@ -54,10 +54,14 @@ def trace(
 @app.command(cls=PlainCommand)
 def view(
     source: Annotated[
-        Path, typer.Argument(help="A trace, or a run's folder with --text.", metavar="TRACE|RUN")
+        Path,
+        typer.Argument(
+            help="A trace; or with --text a run, a checkpoint, or a Hugging Face folder.",
+            metavar="TRACE|RUN|DIR",
+        ),
     ],
     text: Annotated[
-        str | None, typer.Option(help="With a run: a file of text; - is stdin.", metavar="FILE")
+        str | None, typer.Option(help="With a model: a file of text; - is stdin.", metavar="FILE")
     ] = None,
     out: Annotated[
         Path | None,
@@ -100,38 +104,29 @@ def view(
     elif text is None:
         raise ValueError(f"there is no trace '{source}': 'depthmix trace' writes one")
     else:
-        found = trace_run(source, text, checkpoint, tokenizer, max_tokens, device)
+        found = trace_text(source, text, checkpoint, tokenizer, max_tokens, device)
         page, told = write_page(found), describe(found)
     replace_file(out, page)
     print(f"{out}: {told}")
 
 
-def trace_run(
-    run: Path,
+def trace_text(
+    path: Path,
     text: str,
     checkpoint: str | None = None,
     tokenizer: str | None = None,
     max_tokens: int | None = None,
     device: str | None = None,
 ) -> dict[str, Any]:
-    """Trace a run's model over the text of a file."""
-    from depthmix.rundir import RunDir
-
+    """Trace a model over the text of a file."""
     # what can be wrong is asked before torch takes its seconds to load
-    folder = RunDir.open(run)
     check_device(device)
     words = read_text(text)
-    from depthmix import tracing
+    from depthmix.eval.trace import trace_model
+    from depthmix.models import open_model
 
-    return tracing.trace_run(
-        folder,
-        words,
-        text=text,
-        checkpoint=checkpoint,
-        tokenizer=tokenizer,
-        max_tokens=max_tokens,
-        device=device,
-    )
+    model = open_model(path, checkpoint=checkpoint, tokenizer=tokenizer)
+    return trace_model(model, words, text=text, max_tokens=max_tokens, device=device)
 
 
 def read_text(file: str) -> str:

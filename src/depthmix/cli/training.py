@@ -16,6 +16,7 @@ from depthmix.cli.arguments import (
     RunFieldsCommand,
     app,
     check_device,
+    read_length,
     split_arguments,
 )
 
@@ -135,7 +136,7 @@ def train(
         Path | None,
         typer.Option(
             "--from",
-            help="Begin with the weights of a run, or of a dense Hugging Face folder.",
+            help="Begin with the weights of a run, a checkpoint, or a Hugging Face folder.",
             metavar="RUN|DIR",
         ),
     ] = None,
@@ -152,7 +153,7 @@ def train(
       depthmix train --from runs/upcycled --data data train.capacity_from=1.0
       torchrun --nproc-per-node 8 -m depthmix train --preset 1b --data data
     """
-    from depthmix.presets import load_model
+    from depthmix.presets import load_config
     from depthmix.recipe import RunConfig
 
     models, overrides = split_arguments(fields or [], train=True)
@@ -174,10 +175,10 @@ def train(
     config = None
     name = preset or "demo"
     if resume is None and start is None:
-        config = RunConfig.from_overrides(load_model(name), {**overrides, **given})
+        config = RunConfig.from_overrides(load_config(name), {**overrides, **given})
     from rich.console import Console
 
-    from depthmix.cli.opening import open_model, read_length
+    from depthmix.models import open_model
     from depthmix.train.launch import Plan, launch
 
     source = None
@@ -188,7 +189,7 @@ def train(
 
     label = Path(name).stem if name.endswith(".toml") else name
     plan = Plan(run=config, name=label, data=data, out=out, resume=resume, device=device)
-    plan = plan._replace(start=source, open_source=open_model)
+    plan = plan._replace(start=source)
     try:
         outcome, _ = launch(plan, Console())
     except KeyboardInterrupt as stopped:

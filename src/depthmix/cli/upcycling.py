@@ -16,7 +16,7 @@ from depthmix.cli.arguments import (
 )
 
 if TYPE_CHECKING:
-    from depthmix.checkpoint.source import Source
+    from depthmix.models import StoredModel
 
 # of the text that says which blocks are missed least; it is read in windows
 MIN_TOKENS, MAX_TOKENS, WINDOW = 64, 2048, 512
@@ -78,11 +78,9 @@ def upcycle(
         raise ValueError(f"'{names[0]}' is no field: write FIELD=VALUE")
     given: dict[str, Any] = {"routing.capacity": capacity, "routing.every": every}
     given |= {"routing.first_dense": first_dense, "routing.gate": gate}
-    from depthmix.cli.opening import tell_missing
+    from depthmix.models.upcycle import TOLD_LENGTH
+    from depthmix.models.upcycle import upcycle as make_run
 
-    with tell_missing("hf"):
-        from depthmix.hf.upcycle import TOLD_LENGTH
-        from depthmix.hf.upcycle import upcycle as make_run
     choose = None
     if least is None:
         unused = [name for name, value in (("--text", text), ("--device", device)) if value]
@@ -113,26 +111,25 @@ def upcycle(
 
 
 def choose_blocks(
-    source: "Source", *, count: int, texts: list[str], device: str | None
+    source: "StoredModel", *, count: int, texts: list[str], device: str | None
 ) -> tuple[int, ...]:
     """The blocks that some text misses least, with a bar while they are looked for."""
     from rich.console import Console
     from rich.progress import Progress
 
-    from depthmix.cli.evaluating import load
-    from depthmix.cli.opening import open_vocabulary
     from depthmix.cli.seeing import read_text
     from depthmix.eval.blocks import find_least_blocks
     from depthmix.eval.texts import read_texts
+    from depthmix.models import choose_device
 
-    vocabulary = open_vocabulary(source.path, None)
-    stream = read_texts([read_text(file) for file in texts], *vocabulary, MAX_TOKENS)
+    texts = [read_text(file) for file in texts]
+    stream = read_texts(texts, *source.vocabulary, MAX_TOKENS)
     if len(stream.tokens) < MIN_TOKENS:
         raise ValueError(
             f"--text has {len(stream.tokens)} tokens, which says little about a block: give "
             f"{MIN_TOKENS} or more, better {MAX_TOKENS:,}"
         )
-    network, console = load(source, device), Console(stderr=True)
+    network, console = source.network.to(choose_device(device)), Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("leaving out blocks", total=None)
         least = find_least_blocks(

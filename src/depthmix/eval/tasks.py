@@ -23,10 +23,10 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows
 
-from depthmix.checkpoint.chat import Chat
 from depthmix.eval.perplexity import pad_rows, score_rows
 from depthmix.eval.trace import Window
 from depthmix.infer import Engine, SamplingParams
+from depthmix.models import Chat, begin_document
 from depthmix.nn import Transformer
 from depthmix.train.loss import IGNORE
 
@@ -86,7 +86,7 @@ class TaskModel(LM):
             # together, because a token may reach over the place where they meet
             whole = self.encode(context + continuation)
             pairs.append((whole, len(whole) - min(len(self.encode(context)), len(whole) - 1)))
-        return self._score([([*self._begin(ids), *ids], count) for ids, count in pairs])
+        return self._score([(self._begin(ids), count) for ids, count in pairs])
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -126,9 +126,8 @@ class TaskModel(LM):
                 stop_tokens=self.stop_tokens,
                 seed=0,
             )
-            ids = self.encode(context)
             room = max(1, self.model.config.max_seq_len - count)
-            prompt = [*self._begin(ids), *ids][-room:]
+            prompt = self._begin(self.encode(context))[-room:]
             (result,) = engine.generate([prompt], params)
             text = result.samples[0].text or ""
             for token in self.stop_tokens:
@@ -136,10 +135,9 @@ class TaskModel(LM):
             texts.append(text)
         return texts
 
-    def _begin(self, ids: Sequence[int]) -> list[int]:
-        if self.chat is not None and ids:
-            return []
-        return [] if self.end_token is None or ids[:1] == [self.end_token] else [self.end_token]
+    def _begin(self, ids: list[int]) -> list[int]:
+        """A document, unless a chat template has begun it."""
+        return ids if self.chat is not None and ids else begin_document(ids, self.end_token)
 
     def _score(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
         """For each row of tokens: how probable its last so many are, and whether they are best."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from depthmix.data.shards import Corpus
 from depthmix.eval.perplexity import Stream
+from depthmix.models import begin_document
 
 if TYPE_CHECKING:
     import tokenizers
@@ -34,9 +35,7 @@ def read_texts(
         # where the last token that is taken ends in the text
         end = len(text) if len(ids) == len(found.ids) else found.offsets[len(ids) - 1][1]
         num_bytes += len(text[:end].encode())
-        if end_token is not None and ids[:1] != [end_token]:
-            tokens.append(end_token)
-        tokens += ids
+        tokens += begin_document(ids, end_token)
     return Stream(tokens, num_bytes, end_token)
 
 

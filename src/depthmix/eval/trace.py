@@ -1,22 +1,22 @@
 """What a model does with a text, token by token: who is routed where, and what comes of it.
 
-Owns how a text is cut into windows and what is noted of each token. The form of the result is
-`report.traces`'. Does not know where a run's tokenizer is.
+Owns how a text is cut into windows, what is noted of each token, and what a trace says of its
+origin. The form of the result is `report.traces`'. Does not know where a text comes from.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from depthmix.checkpoint import load_model
 from depthmix.config import ModelConfig
 from depthmix.infer.text import TextStream
+from depthmix.models import StoredModel, begin_document, choose_device
 from depthmix.nn import Transformer
 from depthmix.report.traces import FORMAT, VERSION
+from depthmix.rundir import collect_provenance
 
 if TYPE_CHECKING:
     import tokenizers
@@ -44,25 +44,33 @@ class Window(NamedTuple):
     """Set where the window holds more than one document."""
 
 
-def trace_checkpoint(
-    checkpoint: Path,
-    tokenizer: "tokenizers.Tokenizer",
-    end_token: int | None,
-    text: str,
+def trace_model(
+    model: StoredModel,
+    words: str,
     *,
-    origin: Mapping[str, Any],
+    text: str,
     max_tokens: int | None = None,
-    device: str = "cpu",
-    document_mask: bool = True,
+    device: str | None = None,
 ) -> dict[str, Any]:
-    """Trace the model of a checkpoint; `origin` is noted as it is, with the checkpoint's name."""
+    """What a model does with `words`, which the trace calls `text`; on a GPU if there is one."""
+    kind = choose_device(device)
+    tokenizer, end_token = model.vocabulary
     # a text that cannot be traced is refused before weights are read
-    tokens = encode_text(tokenizer, text, max_tokens)
-    model = load_model(checkpoint, device=device)
-    trace = trace_tokens(model, tokens, end_token, document_mask=document_mask)
+    tokens = encode_text(tokenizer, words, max_tokens)
+    recipe: dict[str, Any] = {} if model.run is None else model.run.read_config().get("train", {})
+    known = collect_provenance(seed=recipe.get("seed", 0), data={}, device={})
+    origin = {"run": str(model.home), "text": text}
+    origin |= {name: known[name] for name in ("time", "command", "versions", "git")}
+    if model.checkpoint is not None:
+        origin["checkpoint"] = model.checkpoint.name
+    trace = trace_tokens(
+        model.network.to(kind),
+        tokens,
+        end_token,
+        document_mask=recipe.get("document_mask", True),
+    )
     texts = [""] * trace["num_added"] + cut_text(tokenizer, tokens)
-    facts = {**origin, "checkpoint": checkpoint.name, "device": device}
-    return {**trace, "origin": facts, "texts": texts}
+    return {**trace, "origin": {**origin, "device": kind}, "texts": texts}
 
 
 def trace_tokens(
@@ -87,9 +95,7 @@ def trace_tokens(
             f"the tokenizer gives token {max(tokens)}, and the model knows {config.vocab_size}: "
             f"name the run's own with --tokenizer"
         )
-    stream = list(tokens)
-    if end_token is not None and tokens[0] != end_token:
-        stream = [end_token, *tokens]
+    stream = begin_document(tokens, end_token)
     device = model.embedding.weight.device
     windows = list(cut_windows(stream, config.max_seq_len, end_token if document_mask else None))
     rules = {"topk": _follow(model, windows, None, LABELS[config.routing.strategy], device)}

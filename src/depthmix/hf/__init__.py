@@ -1,7 +1,7 @@
 """depthmix models for transformers: importing this is all that its `Auto` classes need.
 
 The only place that imports transformers, which is an extra: `pip install 'depthmix[hf]'`. Without
-it, the files of a checkpoint can still be read (`depthmix.hf.upcycle`).
+it, Hugging Face folders can still be read (`depthmix.models`).
 """
 
 from importlib.util import find_spec

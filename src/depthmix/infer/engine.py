@@ -55,6 +55,11 @@ class Engine:
 
     `add`, `cancel` and `stats` may be called from any thread at any time; `step` and `generate` by
     one thread at a time.
+
+    >>> engine = Engine(Transformer(load_preset("tiny")))
+    >>> (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, seed=0))
+    >>> len(result.samples[0].tokens)
+    4
     """
 
     def __init__(

@@ -26,7 +26,11 @@ _INT64 = 1 << 63
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What one request asks for: how tokens are drawn, when to stop, what to tell beside them."""
+    """What one request asks for: how tokens are drawn, when to stop, what to tell beside them.
+
+    >>> SamplingParams(max_tokens=64, temperature=0.8, top_p=0.95, stop=["end"], seed=1).stop
+    ('end',)
+    """
 
     max_tokens: int = 128
     """Most tokens to generate."""

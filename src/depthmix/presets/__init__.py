@@ -11,7 +11,7 @@ from typing import Any
 from depthmix import fields
 from depthmix.config import ModelConfig
 
-__all__ = ["load_model", "load_preset", "preset_names", "preset_sizes"]
+__all__ = ["load_config", "load_preset", "preset_names", "preset_sizes"]
 
 
 def load_preset(name: str, **overrides: Any) -> ModelConfig:
@@ -33,7 +33,7 @@ def load_preset(name: str, **overrides: Any) -> ModelConfig:
     return config.override(overrides) if overrides else config
 
 
-def load_model(source: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+def load_config(source: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """A configuration by its preset's name or from a .toml file, with dotted fields replaced.
 
     The file may be a run's config.toml, whose model is meant.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from depthmix import flops
 from depthmix.budget import count_flops, count_steps
 from depthmix.config import ModelConfig
-from depthmix.presets import load_model
+from depthmix.presets import load_config
 from depthmix.recipe import RunConfig
 from depthmix.sweep.plan_file import Plan, Size, format_budget, load_plan, plan_names
 
@@ -49,7 +49,7 @@ def expand_plan(
 
     `overrides` go before all that the plan says; `vocab_size` behind it.
     """
-    model = load_model(plan.preset)
+    model = load_config(plan.preset)
     found: list[PlannedRun] = []
     problems: dict[str, list[str]] = {}
     first = {} if vocab_size is None else {"vocab_size": vocab_size}

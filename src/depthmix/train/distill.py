@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from depthmix.checkpoint.source import Source
+from depthmix.models import StoredModel
 from depthmix.nn import Transformer
 from depthmix.recipe import RunConfig
 from depthmix.train.loss import IGNORE
@@ -73,7 +73,7 @@ def _add_divergence(
     return each.where(targets != IGNORE, 0).sum()
 
 
-def open_distillation(source: Source, run: RunConfig, device: torch.device) -> Distillation:
+def open_distillation(source: StoredModel, run: RunConfig, device: torch.device) -> Distillation:
     """The teacher of a run on its device; one that does not know the same tokens is refused."""
     config = source.config
     if config.vocab_size != run.model.vocab_size:
@@ -86,4 +86,4 @@ def open_distillation(source: Source, run: RunConfig, device: torch.device) -> D
             f"train.distill = {run.train.distill} knows {config.max_seq_len} positions: give "
             f"train.seq_len={config.max_seq_len} or less"
         )
-    return Distillation(source.build().to(device), run.train.distill_weight)
+    return Distillation(source.network.to(device), run.train.distill_weight)

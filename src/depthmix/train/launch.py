@@ -7,7 +7,7 @@ Knows nothing of steps.
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -18,11 +18,11 @@ from rich.console import Console
 
 from depthmix import flops
 from depthmix.budget import count_steps, list_stages
-from depthmix.checkpoint.chat import write_chat
-from depthmix.checkpoint.source import Source, open_run
 from depthmix.data.default import find_cache, prepare_default
 from depthmix.data.progress import show_progress
 from depthmix.describe import format_number
+from depthmix.models import StoredModel, open_model
+from depthmix.models.chat import write_chat
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir, State, collect_provenance, name_run
 from depthmix.train.log import READER_GONE
@@ -46,10 +46,8 @@ class Plan(NamedTuple):
     """The folder of a run to go on with."""
     device: str | None = None
     """cpu or cuda; empty means a GPU where there is one."""
-    start: Source | None = None
+    start: StoredModel | None = None
     """The model whose weights a new run begins with."""
-    open_source: Callable[[str], Source] = open_run
-    """Opens what `train.distill` names; whoever can read more than runs says so."""
 
 
 def launch(plan: Plan, console: Console) -> tuple[Outcome, RunDir]:
@@ -73,11 +71,11 @@ def _start(plan: Plan, world: World, console: Console) -> tuple[Outcome, RunDir]
         RunDir(plan.out).check_free()
     check_memory(run, world)
     list_stages(run, count_steps(run))
-    teacher = _open_teacher(plan, run)
+    teacher = _open_teacher(run)
     data = plan.data or world.do_first(lambda: _prepare_default(console))
     corpus = world.do_first(lambda: open_corpus(data, run))
     if plan.start is not None:
-        check_tokenizer(plan.start.path, corpus)
+        check_tokenizer(plan.start.home, corpus)
     trainer = Trainer(run, corpus, world, start=plan.start, teacher=teacher)
     made = world.do_first(lambda: _create_folder(plan, trainer))
     folder = RunDir(made.path)
@@ -112,7 +110,7 @@ def _resume(plan: Plan, path: Path, world: World, console: Console) -> tuple[Out
         return Outcome("finished", status["step"], num_steps, {}, None), folder
     with _lock(folder, world):
         check_memory(run, world)
-        teacher = _open_teacher(plan, run)
+        teacher = _open_teacher(run)
         where = plan.data or _find_data(starts[-1]["data"])
         where = where or world.do_first(lambda: _prepare_default(console))
         corpus = world.do_first(lambda: open_corpus(where, run))
@@ -133,8 +131,8 @@ def _resume(plan: Plan, path: Path, world: World, console: Console) -> tuple[Out
         return _train(trainer, console), folder
 
 
-def _open_teacher(plan: Plan, run: RunConfig) -> Source | None:
-    return None if run.train.distill is None else plan.open_source(run.train.distill)
+def _open_teacher(run: RunConfig) -> StoredModel | None:
+    return None if run.train.distill is None else open_model(run.train.distill)
 
 
 def _train(trainer: Trainer, console: Console) -> Outcome:
@@ -187,6 +185,7 @@ class _Made(NamedTuple):
 
 def _create_folder(plan: Plan, trainer: Trainer) -> _Made:
     config, start = trainer.run.to_toml(), _describe_start(trainer, plan.start)
+    chat = None if plan.start is None else plan.start.chat
     while True:
         path = plan.out or name_run(plan.name, datetime.now())
         missing = tuple(folder for folder in (path, *path.parents) if not folder.exists())
@@ -197,8 +196,8 @@ def _create_folder(plan: Plan, trainer: Trainer) -> _Made:
                 path.mkdir(parents=True)
             RunDir.create(path, config, start)
             trainer.corpus.copy_tokenizer(path)
-            if plan.start is not None and plan.start.chat is not None:
-                write_chat(path, plan.start.chat)
+            if chat is not None:
+                write_chat(path, chat)
             return made
         except FileExistsError:
             continue
@@ -232,7 +231,7 @@ def _find_data(used: dict[str, Any]) -> Path | None:
     )
 
 
-def _describe_start(trainer: Trainer, source: Source | None = None) -> dict[str, Any]:
+def _describe_start(trainer: Trainer, source: StoredModel | None = None) -> dict[str, Any]:
     world, data = trainer.world, trainer.corpus.describe_origin()
     device: dict[str, Any] = {"kind": world.device.type, "processes": world.size}
     if world.device.type == "cuda":

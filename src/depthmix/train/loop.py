@@ -20,9 +20,9 @@ from depthmix.checkpoint import (
     restore_rank_rng,
     seed_rng,
 )
-from depthmix.checkpoint.source import Source
 from depthmix.data.loader import Batch, Loader, prefetch
 from depthmix.data.shards import Corpus
+from depthmix.models import StoredModel
 from depthmix.nn import Transformer
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir, State
@@ -69,8 +69,8 @@ class Trainer:
         corpus: Corpus,
         world: World,
         *,
-        start: Source | None = None,
-        teacher: Source | None = None,
+        start: StoredModel | None = None,
+        teacher: StoredModel | None = None,
     ) -> None:
         """`start` has the weights to begin with; `teacher` is for `train.distill`."""
         recipe, device = run.train, world.device

@@ -13,10 +13,10 @@ from torch import Tensor
 from depthmix import flops
 from depthmix.checkpoint import collect_tensors
 from depthmix.checkpoint.fit import fit_weights
-from depthmix.checkpoint.source import Source
 from depthmix.data.shards import Corpus
 from depthmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from depthmix.describe import format_bytes
+from depthmix.models import StoredModel
 from depthmix.nn import Transformer
 from depthmix.nn.router import Predictor, Router
 from depthmix.recipe import RunConfig
@@ -82,7 +82,7 @@ def check_tokenizer(source: Path, corpus: Corpus) -> None:
 
 
 @torch.no_grad()
-def load_start(model: Transformer, source: Source, seed: int) -> str:
+def load_start(model: Transformer, source: StoredModel, seed: int) -> str:
     """Put the weights of `source` into a model that may route elsewhere; a sentence about it.
 
     On every process; each keeps its part where the model is sharded.

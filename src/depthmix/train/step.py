@@ -72,7 +72,15 @@ class Root(nn.Module):
 
 
 class TrainStep:
-    """Calls are optimisation steps: `step(tokens, targets)` updates the model."""
+    """Calls are optimisation steps: `step(tokens, targets)` updates the model.
+
+    >>> model = Transformer(load_preset("tiny"))
+    >>> step = TrainStep(model, torch.optim.AdamW(model.parameters()))
+    >>> tokens = torch.randint(model.config.vocab_size, (2, 33))
+    >>> before = step(tokens[:, :-1], tokens[:, 1:]).total.item()
+    >>> step(tokens[:, :-1], tokens[:, 1:]).total.item() < before
+    True
+    """
 
     def __init__(
         self,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from depthmix import flops
-from depthmix.checkpoint import load_model
-from depthmix.hf.source import find_end, open_source
-from depthmix.hf.upcycle import upcycle
+from depthmix.models import open_model
+from depthmix.models.upcycle import upcycle
+from depthmix.models.vocabulary import find_end
 from depthmix.rundir import RunDir
 from foreign_models import make_foreign, write_foreign
 from text_runs import write_text_run
@@ -24,8 +24,8 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_run_is_the_dense_model_where_nothing_is_skipped(dense: Path, tmp_path: Path) -> None:
     made = upcycle(dense, tmp_path / "run", ROUTING)
-    model = load_model(tmp_path / "run")
-    assert model.config == made.config == open_source(tmp_path / "run").config
+    model = open_model(tmp_path / "run").network
+    assert model.config == made.config == open_model(tmp_path / "run").config
     assert made.config.routed_layers == (1, 3)
     assert made.config.capacities == (0.25, 0.25)
     tokens = torch.randint(300, (2, 40))
@@ -104,7 +104,7 @@ def test_a_dense_run_of_ours_can_be_upcycled(tmp_path: Path) -> None:
     dense = write_text_run(tmp_path, "routing.strategy=none")
     made = upcycle(dense, tmp_path / "routed", ROUTING)
     assert made.source.kind == "depthmix"
-    model, original = load_model(tmp_path / "routed"), load_model(dense)
+    model, original = open_model(tmp_path / "routed").network, open_model(dense).network
     tokens = torch.randint(300, (1, 20))
     found = model(tokens, selector="all").logits
     torch.testing.assert_close(found, original(tokens).logits)

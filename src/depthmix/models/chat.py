@@ -1,18 +1,50 @@
-"""The chat template of a Hugging Face folder, and what ends an answer there.
+"""How a model that was taught to answer is talked to: its chat template, and what ends an answer.
 
-Templates are text to us: they are carried along and never run.
+Owns the file that keeps it in a run's folder, and where a Hugging Face folder has it. Templates are
+text to us: they are carried along and never run.
 """
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from depthmix.checkpoint.chat import Chat
+from depthmix.files import replace_file
 
+CHAT_FILE = "chat.json"
 TEMPLATE_FILE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 # the first that says it counts, as in `generate()`
 ENDINGS = ("generation_config.json", "config.json")
+
+
+class Chat(NamedTuple):
+    """A chat template and what ends an answer."""
+
+    template: str
+    """Jinja text that makes a prompt of messages."""
+    stop_tokens: tuple[int, ...]
+    """Ids of which each ends an answer."""
+    bos_token: str | None = None
+    """What the template means by this name, where it has it."""
+    eos_token: str | None = None
+
+
+def write_chat(folder: Path, chat: Chat) -> None:
+    """Put it into a run's folder."""
+    replace_file(folder / CHAT_FILE, json.dumps(chat._asdict(), ensure_ascii=False, indent=1))
+
+
+def read_chat(folder: Path) -> Chat | None:
+    """What a run's folder holds of it; None where it holds nothing."""
+    path = folder / CHAT_FILE
+    if not path.is_file():
+        return None
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        stop_tokens = tuple(int(token) for token in tree["stop_tokens"])
+        return Chat(tree["template"], stop_tokens, tree.get("bos_token"), tree.get("eos_token"))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): put back a copy, or remove it") from error
 
 
 def find_chat(folder: Path) -> Chat | None:

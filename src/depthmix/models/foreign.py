@@ -1,21 +1,45 @@
-"""Dense checkpoints of Hugging Face's folders ⇄ our names: one table, both ways.
+"""Models in Hugging Face's folders: what a `config.json` means to us, and whose tensor is whose.
 
-Reads safetensors itself: nothing is unpickled, and no code or class of theirs is needed.
+Owns which dense families we can be and what of them we refuse, the table of names (one, both ways),
+and how an exported folder is read. Reads JSON and safetensors itself: nothing is unpickled, and no
+code or class of theirs is needed.
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from depthmix import fields
 from depthmix.config import ModelConfig
-from depthmix.hf.families import CONFIG_FILE
 
+CONFIG_FILE = "config.json"
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+
+# model_type of what depthmix exports
+OWN_KIND = "depthmix"
+
+# model_type -> what its blocks have beside the rest; SmolLM and many others are of type llama
+FAMILIES: dict[str, dict[str, bool]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+}
+
+# rotary positions of a type -> our `rope_factors` by their names
+ROPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        *("factor", "low_freq_factor", "high_freq_factor"),
+        "original_max_position_embeddings",
+    ),
+}
 
 # our name -> theirs; where they have several, ours are theirs below each other
 TABLE: dict[str, tuple[str, ...]] = {
@@ -59,6 +83,104 @@ class Entry(NamedTuple):
         """Name and shape of each of theirs."""
         for name, rows in zip(self.theirs, self.num_rows, strict=True):
             yield name, (rows, *self.rest)
+
+
+def read_config(folder: Path, *, max_seq_len: int | None = None) -> ModelConfig:
+    """The dense model that a folder's `config.json` describes; what we cannot be is refused.
+
+    `max_seq_len` is for fewer positions than it was made for.
+    """
+    tree = read_tree(folder)
+    kind = str(tree.get("model_type"))
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"{folder} is of the architecture '{kind}', which cannot be read: it must be one of "
+            f"{', '.join(FAMILIES)}"
+        )
+    num_positions = _get(folder, tree, "max_position_embeddings", int)
+    length = min(num_positions, max_seq_len or num_positions)
+    problem = next(_find_problems(kind, tree, length), None)
+    if problem is not None:
+        raise ValueError(f"{folder} has {problem}")
+    kind_of_rope, rope = _read_rope(tree)
+    try:
+        return ModelConfig.from_dict(
+            {
+                "vocab_size": _get(folder, tree, "vocab_size", int),
+                "max_seq_len": length,
+                "num_layers": _get(folder, tree, "num_hidden_layers", int),
+                "width": _get(folder, tree, "hidden_size", int),
+                "num_heads": _get(folder, tree, "num_attention_heads", int),
+                "num_kv_heads": tree.get("num_key_value_heads"),
+                "head_width": tree.get("head_dim"),
+                "mlp_width": _get(folder, tree, "intermediate_size", int),
+                "tied_head": tree.get("tie_word_embeddings", False),
+                "rope_theta": rope.get("rope_theta", tree.get("rope_theta", 10000.0)),
+                "rope_factors": [rope[name] for name in ROPES[kind_of_rope]] or None,
+                "norm_eps": tree.get("rms_norm_eps", 1e-6),
+                **FAMILIES[kind],
+            }
+        )
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_FILE} does not make a model: {error}") from error
+
+
+def read_tree(folder: Path) -> dict[str, Any]:
+    """A folder's `config.json`."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {CONFIG_FILE}: name the folder of a model")
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return tree
+
+
+def _find_problems(kind: str, tree: Mapping[str, Any], length: int) -> Iterator[str]:
+    """What a dense model of ours cannot do, each as the end of a sentence."""
+    for name in tree.get("architectures") or []:
+        if not str(name).endswith("ForCausalLM"):
+            yield f"the architecture '{name}': only language models (…ForCausalLM) can be read"
+    if tree.get("quantization_config"):
+        yield "quantised weights (quantization_config): use the original ones"
+    if tree.get("hidden_act", "silu") not in ("silu", "swish"):
+        yield f"the activation '{tree['hidden_act']}': only silu can be read"
+    # Qwen2 has biases on queries, keys and values whatever it says here
+    for name in ("attention_bias", "mlp_bias"):
+        if tree.get(name) and kind != "qwen2":
+            yield f"{name} = true: such biases cannot be read"
+    scaling, rope = _read_rope(tree)
+    if scaling not in ROPES:
+        yield f"rotary positions of type '{scaling}', which cannot be read"
+    for name in ROPES.get(scaling, ()):
+        if not isinstance(rope.get(name), int | float):
+            yield f"rotary positions of type '{scaling}' and no number '{name}' for them"
+    if rope.get("partial_rotary_factor", 1) != 1:
+        yield "partial rotary positions, which cannot be read"
+    # Mistral's window where its configuration does not say
+    window = tree.get("sliding_window", 4096 if kind == "mistral" else None)
+    if tree.get("use_sliding_window", kind == "mistral") and window and window < length:
+        yield (
+            f"attention in a sliding window of {window} tokens: up to so many it is the same as "
+            f"without, so give max_seq_len={window}"
+        )
+
+
+def _read_rope(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Type and numbers of the rotary positions; releases before 5 have them in two places."""
+    found = (tree.get(name) for name in ("rope_parameters", "rope_scaling"))
+    newer, older = (each if isinstance(each, dict) else {} for each in found)
+    chosen = older or newer
+    return str(chosen.get("rope_type", chosen.get("type", "default"))), {**newer, **older}
+
+
+def _get(folder: Path, tree: Mapping[str, Any], name: str, kind: type) -> Any:
+    if not isinstance(tree.get(name), kind):
+        raise ValueError(f"{folder / CONFIG_FILE} does not say {name}: it is no model's")
+    return tree[name]
 
 
 def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
@@ -194,3 +316,30 @@ def _check_tied(folder: Path, head: Tensor, embedding: Tensor) -> None:
             f"{folder / CONFIG_FILE} says that the head is the embedding (tie_word_embeddings), "
             f"and the weights hold another one: set it to false there"
         )
+
+
+def read_exported_config(folder: Path, *, max_seq_len: int | None = None) -> ModelConfig:
+    """The model of an exported folder, whose `config.json` has our fields among others."""
+    tree = read_tree(folder)
+    known = {name: tree[name] for name in fields.field_types(ModelConfig) if name in tree}
+    try:
+        config = ModelConfig.from_dict(known)
+        return config if max_seq_len is None else config.override({"max_seq_len": max_seq_len})
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_FILE} does not make a model: {error}") from error
+
+
+def read_exported_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights of an exported folder, in float32; whether they fit is for others to see."""
+    from safetensors import SafetensorError, safe_open
+
+    weights = {}
+    for path in sorted(set(find_files(folder).values())):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a sound safetensors file: {error}") from error
+        # transformers' own class holds our model as `model`
+        weights |= {name.removeprefix("model."): value for name, value in found.items()}
+    return weights

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from depthmix import fields, flops
 from depthmix.checkpoint.fit import fit_weights
-from depthmix.checkpoint.source import Source
 from depthmix.config import ModelConfig
-from depthmix.hf.runs import write_run
-from depthmix.hf.source import find_end, open_source
+from depthmix.models.open import StoredModel, open_model
+from depthmix.models.vocabulary import find_end
+from depthmix.models.write import write_run
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 
@@ -34,7 +34,7 @@ class Upcycled(NamedTuple):
     """A new run, and what it was made of."""
 
     run: RunDir
-    source: Source
+    source: StoredModel
     config: ModelConfig
     num_new: int
     """Parameters of routers and predictors."""
@@ -63,7 +63,7 @@ def upcycle(
     out: Path,
     overrides: Mapping[str, Any],
     *,
-    choose: Callable[[Source], tuple[int, ...]] | None = None,
+    choose: Callable[[StoredModel], tuple[int, ...]] | None = None,
 ) -> Upcycled:
     """Make a run of a dense model with routers around some of its blocks.
 
@@ -72,7 +72,7 @@ def upcycle(
     checked, which blocks route: as many as `routing.layers` has.
     """
     RunDir(out).check_free()
-    opened = open_source(source, max_seq_len=_read_length(overrides))
+    opened = open_model(source, max_seq_len=_read_length(overrides))
     if opened.config.routed_layers:
         raise ValueError(f"{source} routes already: train it with 'depthmix train --from {source}'")
     num_layers, wanted = opened.config.num_layers, overrides.get("routing.layers")
@@ -93,8 +93,8 @@ def upcycle(
         out,
         run,
         weights,
-        source=source,
-        end_token=find_end(source),
+        source=opened.home,
+        end_token=find_end(opened.home),
         chat=opened.chat,
         reason=f"upcycled from {source}, not trained: heal it with depthmix train --from {out}",
         upcycled=opened.kind,

@@ -1,4 +1,4 @@
-"""A model that was taught to answer can still be talked to after it was converted."""
+"""How a model is talked to stays with its run, and with the model when it is converted."""
 
 import json
 from pathlib import Path
@@ -8,16 +8,47 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from depthmix.checkpoint import load_model
-from depthmix.checkpoint.chat import Chat, read_chat
 from depthmix.data.tokenizer import load_tokenizer
-from depthmix.hf.chat import find_chat
 from depthmix.hf.export import export_model, import_model
-from depthmix.hf.source import open_source
-from depthmix.hf.upcycle import upcycle
+from depthmix.models import open_model
+from depthmix.models.chat import CHAT_FILE, Chat, find_chat, read_chat, write_chat
+from depthmix.models.upcycle import upcycle
+from text_runs import write_text_run
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 MESSAGES = [{"role": "user", "content": "line 3"}]
+CHAT = Chat("{% for m in messages %}{{ m.content }}→\n{% endfor %}", (2, 7), "<s>", None)
+
+
+def test_it_comes_back(tmp_path: Path) -> None:
+    assert read_chat(tmp_path) is None
+    write_chat(tmp_path, CHAT)
+    assert read_chat(tmp_path) == CHAT
+
+
+def test_a_run_and_its_checkpoint_have_it(tmp_path: Path) -> None:
+    run = write_text_run(tmp_path)
+    assert open_model(run).chat is None
+    write_chat(run, CHAT)
+    assert open_model(run).chat == CHAT
+    assert open_model(run / "checkpoints" / "step-00000004").chat == CHAT
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"template": "x"}', '{"template": "x", "stop_tokens": ["a"]}']
+)
+def test_a_damaged_one_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / CHAT_FILE).write_text(text)
+    with pytest.raises(
+        ValueError, match=rf"{CHAT_FILE} is damaged .*put back a copy, or remove it"
+    ):
+        read_chat(tmp_path)
+
+
+def test_nothing_is_escaped(tmp_path: Path) -> None:
+    write_chat(tmp_path, CHAT)
+    assert "→" in (tmp_path / CHAT_FILE).read_text(encoding="utf-8")
+    assert json.loads((tmp_path / CHAT_FILE).read_text(encoding="utf-8"))["stop_tokens"] == [2, 7]
 
 
 def write(folder: Path, name: str, **tree: Any) -> None:
@@ -50,7 +81,7 @@ def test_a_template_that_is_no_text_is_named(tmp_path: Path) -> None:
 def test_a_name_that_the_tokenizer_does_not_know_is_left_out(taught: Path, tmp_path: Path) -> None:
     chat = Chat(TEMPLATE, (9,), "<unheard of>", "<too>")
     export_model(
-        open_source(taught).build(),
+        open_model(taught).network,
         tmp_path / "out",
         tokenizer=load_tokenizer(taught),
         end_token=0,
@@ -99,9 +130,13 @@ def test_it_survives_upcycling_exporting_and_coming_back(taught: Path, tmp_path:
     chat = Chat(TEMPLATE, (9,), ids.id_to_token(8), ids.id_to_token(9))
     run, out = tmp_path / "run", tmp_path / "out"
     made = upcycle(taught, run, {"routing.capacity": 0.5})
-    assert made.source.chat == open_source(run).chat == read_chat(run) == chat
+    assert made.source.chat == open_model(run).chat == read_chat(run) == chat
     export_model(
-        load_model(run), out, tokenizer=load_tokenizer(run), end_token=0, chat=read_chat(run)
+        open_model(run).network,
+        out,
+        tokenizer=load_tokenizer(run),
+        end_token=0,
+        chat=read_chat(run),
     )
     tokenizer: Any = AutoTokenizer.from_pretrained(out)
     wanted = f"{ids.id_to_token(8)}<user>line 3\n"
@@ -117,7 +152,7 @@ def test_it_survives_upcycling_exporting_and_coming_back(taught: Path, tmp_path:
 
 def test_generate_ends_with_the_answer(taught: Path, tmp_path: Path) -> None:
     upcycle(taught, tmp_path / "run", {"routing.capacity": 0.5})
-    model = load_model(tmp_path / "run")
+    model = open_model(tmp_path / "run").network
     with torch.no_grad():
         # nothing but the end of an answer
         model.head.weight.zero_()

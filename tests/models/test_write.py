@@ -9,11 +9,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from transformers.utils import logging
 
-from depthmix.checkpoint import Checkpoints, load_model
+from depthmix.checkpoint import Checkpoints
 from depthmix.hf.export import export_model, import_model, load_exported
 from depthmix.hf.model import DepthmixForCausalLM
-from depthmix.hf.runs import fill_folder
-from depthmix.hf.upcycle import upcycle
+from depthmix.models import open_model
+from depthmix.models.upcycle import upcycle
+from depthmix.models.write import fill_folder
 from foreign_models import write_foreign
 from variants import make_model
 
@@ -63,7 +64,7 @@ def test_a_full_disk_is_no_hindrance_later(tmp_path: Path, monkeypatch: pytest.M
             export_model(model, tmp_path / "exported")
     assert {path.name for path in tmp_path.iterdir()} == {"dense"}
     upcycle(dense, tmp_path / "run", {})
-    assert load_model(tmp_path / "run").config.routed_layers
+    assert open_model(tmp_path / "run").network.config.routed_layers
     export_model(model, tmp_path / "exported")
     assert not list((tmp_path / "exported").glob(".*"))
     load_exported(tmp_path / "exported")

@@ -1,0 +1,151 @@
+"""A model's vocabulary: its tokenizer, the end token, and how a document begins.
+
+Owns where the tokenizer of a run or of a Hugging Face folder is looked for. Knows nothing of
+weights.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from depthmix.data.manifest import MANIFEST_FILE, Manifest, read_manifest
+from depthmix.data.tokenizer import TOKENIZER_FILE, find_end_token, load_tokenizer
+from depthmix.files import hash_file
+from depthmix.models.foreign import CONFIG_FILE, OWN_KIND, read_tree
+from depthmix.rundir import RunDir
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+class Vocabulary(NamedTuple):
+    """A tokenizer and its end token."""
+
+    tokenizer: "tokenizers.Tokenizer"
+    end_token: int | None
+    """What stands at a document's start and end; None where nobody knows."""
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt's tokens, as a document begins in the training data.
+
+        No text at all is then the prompt for a new document.
+        """
+        ids = begin_document(self.tokenize(text), self.end_token)
+        if not ids:
+            raise ValueError(
+                "this tokenizer has no end token to begin a document with: give a prompt"
+            )
+        return ids
+
+    def tokenize(self, text: str) -> list[int]:
+        """A text's tokens and nothing else."""
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+        except TypeError as error:
+            raise ValueError(f"the prompt {text!r:.60} is not valid UTF-8") from error
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens; an end token inside it is told by its name."""
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+
+def begin_document(tokens: Sequence[int], end_token: int | None) -> list[int]:
+    """A text's tokens as a document of the training data: the end token comes first, and once."""
+    if end_token is None or (tokens and tokens[0] == end_token):
+        return list(tokens)
+    return [end_token, *tokens]
+
+
+def find_vocabulary(run: RunDir, given: str | None = None) -> Vocabulary:
+    """The tokenizer that was given, that lies in the run's folder, or that its data was made by."""
+    if given is not None:
+        return read_vocabulary(given)
+    starts = run.read_starts()
+    if (run.path / TOKENIZER_FILE).is_file():
+        return _read_copy(run.path / TOKENIZER_FILE, starts[-1]["data"] if starts else {})
+    if not starts:
+        raise ValueError(
+            f"{run.path} does not say what data it was trained on: name its tokenizer with "
+            f"--tokenizer"
+        )
+    used = starts[-1]["data"]
+    folder = Path(used["folder"])
+    if not (folder / MANIFEST_FILE).is_file():
+        raise ValueError(
+            f"the tokenizer of {run.path} was in {folder}, and that data is no longer there: name "
+            f"a {TOKENIZER_FILE}, or a folder that holds one, with --tokenizer"
+        )
+    manifest = read_manifest(folder)
+    if manifest.hash != used["hash"]:
+        raise ValueError(
+            f"the data in {folder} is not what {run.path} was trained on, and its tokenizer may be "
+            f"another: name the right one with --tokenizer"
+        )
+    return _read_data(folder, manifest)
+
+
+def read_vocabulary(place: str | Path) -> Vocabulary:
+    """The tokenizer of a data folder, or whatever `load_tokenizer` takes."""
+    if (Path(place) / MANIFEST_FILE).is_file():
+        return _read_data(Path(place), read_manifest(Path(place)))
+    tokenizer, end_token = load_tokenizer(place), None
+    with suppress(ValueError):
+        end_token = find_end_token(tokenizer)
+    return Vocabulary(tokenizer, end_token)
+
+
+def read_folder(folder: Path) -> Vocabulary:
+    """The tokenizer in a Hugging Face folder."""
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise ValueError(
+            f"the folder {folder} holds no {TOKENIZER_FILE}: name its tokenizer with --tokenizer"
+        )
+    return Vocabulary(load_tokenizer(folder), find_end(folder))
+
+
+def find_end(folder: Path) -> int | None:
+    """The id that ends a document by what a folder holds; None where nobody knows.
+
+    An export notes it. Else the tokenizer's name for it counts, then the configuration's.
+    """
+    tree = read_tree(folder) if (folder / CONFIG_FILE).is_file() else {}
+    noted = _find_noted(folder) if tree.get("model_type") == OWN_KIND else None
+    if noted is not None:
+        return noted
+    if (folder / TOKENIZER_FILE).is_file():
+        with suppress(ValueError):
+            return find_end_token(load_tokenizer(folder))
+    eos = tree.get("eos_token_id")
+    eos = eos[0] if isinstance(eos, list) and eos else eos
+    return eos if isinstance(eos, int) else None
+
+
+def _find_noted(folder: Path) -> int | None:
+    """What our export writes: a document's end token begins it, too."""
+    try:
+        noted = json.loads((folder / "generation_config.json").read_bytes())["bos_token_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return noted if isinstance(noted, int) else None
+
+
+def _read_data(folder: Path, manifest: Manifest) -> Vocabulary:
+    if manifest.tokenizer is None:
+        raise ValueError(
+            f"the data in {folder} came as ids, without a tokenizer: name it with --tokenizer"
+        )
+    return Vocabulary(load_tokenizer(folder / manifest.tokenizer), manifest.end_token)
+
+
+def _read_copy(path: Path, used: Mapping[str, Any]) -> Vocabulary:
+    """The tokenizer in a run's folder; runs of older releases note neither hash nor end token."""
+    wanted = used.get("tokenizer_hash")
+    if wanted is not None and hash_file(path) != wanted:
+        raise ValueError(
+            f"{path} is not the tokenizer that the run was trained with: put that one back, or "
+            f"name it with --tokenizer"
+        )
+    found = read_vocabulary(path)
+    return found._replace(end_token=used.get("end_token", found.end_token))
