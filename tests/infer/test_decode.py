@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from depthmix.infer.cache import PagedCache
-from depthmix.infer.decode import DecodeStep, Outputs
+from depthmix.infer.decode import Outputs, RecordedStep
 from depthmix.infer.pages import Pages
 from depthmix.nn import Output, Transformer
 from variants import make_model, make_tokens
@@ -49,7 +49,7 @@ class Batch:
         for row, length in zip(ROWS, LENGTHS, strict=True):
             assert pages.reserve(row, length)
         self.cache.follow(pages.drain_changes())
-        self.step = DecodeStep(self.model, self.cache, selector, 4)
+        self.step = RecordedStep(self.model, self.cache, selector, 4)
 
     def run(self, live: list[tuple[int, int]]) -> Outputs:
         """The tokens at these (sequence, position)s."""

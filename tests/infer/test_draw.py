@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthmix.infer.draw import Drawer
+from depthmix.infer.draw import TorchDrawer
 from depthmix.infer.sampling import SamplingParams, pack_settings, sample, unpack_settings
 
 VOCABULARY = 23
@@ -50,7 +50,7 @@ def draw_alone(
 def test_rows_are_drawn_as_if_alone(
     record: bool, calls: list[list[dict[str, Any]]], seed: int
 ) -> None:
-    drawer = Drawer(VOCABULARY, DEVICE, record=record)
+    drawer = TorchDrawer(VOCABULARY, DEVICE, record=record)
     # one after the other: what an earlier one left in a kept step must not matter
     for number, wishes in enumerate(calls):
         params = [SamplingParams(**wish) for wish in wishes]
@@ -64,17 +64,17 @@ def test_rows_are_drawn_as_if_alone(
 
 
 def test_few_sizes_are_kept() -> None:
-    drawer, wish = Drawer(VOCABULARY, DEVICE, record=True), SamplingParams()
+    drawer, wish = TorchDrawer(VOCABULARY, DEVICE, record=True), SamplingParams()
     for count in (1, 2, 3, 4, 5, 3):
         drawer.draw(make_rows(count, 0), [wish] * count, [0] * count, [0] * count, [None] * count)
     assert list(drawer.steps) == [(n, False, False) for n in (1, 2, 4, 8)]
-    drawer = Drawer(VOCABULARY, DEVICE, record=False)
+    drawer = TorchDrawer(VOCABULARY, DEVICE, record=False)
     drawer.draw(make_rows(2, 0), [wish] * 2, [0] * 2, [0] * 2, [None] * 2)
     assert drawer.steps == {}
 
 
 def test_logits_of_any_type() -> None:
-    drawer, wish = Drawer(VOCABULARY, DEVICE, record=True), SamplingParams(top_k=5)
+    drawer, wish = TorchDrawer(VOCABULARY, DEVICE, record=True), SamplingParams(top_k=5)
     for dtype in (torch.bfloat16, torch.float64, torch.float32):
         (row,) = make_rows(1, 3, dtype)
         tokens, logprobs = drawer.draw([row], [wish], [5], [2], [None])

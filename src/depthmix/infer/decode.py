@@ -68,7 +68,7 @@ class StaticLayer:
         return torch.where(number_K > 0, self.rows[(number_K - 1).clamp(min=0)], -1)
 
 
-class DecodeStep:
+class RecordedStep:
     """A decoding step for up to `batch` rows of a cache; tokens wait on the device."""
 
     def __init__(

@@ -14,7 +14,7 @@ from depthmix.infer.sampling import SamplingParams, pack_settings, sample, unpac
 from depthmix.kernels.recording import record_graph
 
 
-class Drawer:
+class TorchDrawer:
     """Draws for any number of rows. `record` keeps a step for each size, as a graph on a GPU."""
 
     def __init__(self, vocab_size: int, device: torch.device, *, record: bool) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor
 from depthmix import fields
 from depthmix.config import ModelConfig
 from depthmix.infer.cache import LayerUse, PagedCache, Span, StepCache, add_uses
-from depthmix.infer.decode import DecodeStep
+from depthmix.infer.decode import RecordedStep
 from depthmix.infer.depth import Usage
-from depthmix.infer.draw import Drawer
+from depthmix.infer.draw import TorchDrawer
 from depthmix.infer.pages import Pages
 from depthmix.infer.sampling import SamplingParams, Wish, top_logprobs
 from depthmix.infer.steps import Outcome, Ready, Work
@@ -78,9 +78,9 @@ class Runner:
         self.num_dense_experts = len(self.with_experts.difference(self.routed_layers))
         # where a recorded step's report begins to say what was stored
         self.kept_line = 1 + (self.num_routed if config.routing.kv_capacity is not None else 0)
-        self.steps: dict[int, DecodeStep] = {}
+        self.steps: dict[int, RecordedStep] = {}
         """By batch size."""
-        self.drawer = Drawer(config.vocab_size, weight.device, record=record)
+        self.drawer = TorchDrawer(config.vocab_size, weight.device, record=record)
         # what the device's own input and lengths are, so that only news is sent
         self._waiting: tuple[int, list[int], list[int], list[int]] | None = None
 
@@ -185,7 +185,7 @@ class Runner:
         size = min(1 << (len(works) - 1).bit_length(), self.pages.num_rows)
         step = self.steps.get(size)
         if step is None:
-            step = DecodeStep(self.model, self.cache, self.selector, size)
+            step = RecordedStep(self.model, self.cache, self.selector, size)
             self.steps[size] = step
         tokens = [work.tokens[0] for work in works]
         positions, rows = [w.chunk.start for w in works], [w.chunk.row for w in works]
