@@ -130,7 +130,7 @@ def test_what_is_no_model_is_told_alike(
     }
     for verb, options in verbs.items():
         for path, told in (
-            (tmp_path / "nowhere", "there is no run or model"),
+            (tmp_path / "nowhere", "there is no run or model at"),
             (tmp_path / "empty", "is no model: it has neither"),
             (tmp_path / "file", "is a file: name the folder of a run"),
         ):

@@ -149,8 +149,8 @@ def test_what_is_no_model_is_told(run: Path, exported: Path, tmp_path: Path) -> 
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     for path, told in (
-        (tmp_path / "nowhere", "there is no run or model .*, there is nothing at that path: name"),
-        (tmp_path / "emty", "there is nothing at that path: .* Did you mean 'empty'"),
+        (tmp_path / "nowhere", "^there is no run or model at .*nowhere': name the folder of a run"),
+        (tmp_path / "emty", "there is no run or model at .*: .* Did you mean 'empty'"),
         (tmp_path / "file", "is a file: name the folder of a run, of one of its checkpoints"),
         (
             tmp_path / "empty",

@@ -87,7 +87,7 @@ def test_what_cannot_be_upcycled_is_refused(dense: Path, tmp_path: Path) -> None
         upcycle(dense, tmp_path / "run", {"routing.strategy": "none"})
     with pytest.raises(ValueError, match="leave none of the 4 blocks"):
         upcycle(dense, tmp_path / "run", {"routing.first_dense": 4})
-    with pytest.raises(ValueError, match="there is nothing at"):
+    with pytest.raises(ValueError, match="there is no run or model at"):
         upcycle(tmp_path / "nowhere", tmp_path / "run", ROUTING)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="is no model"):

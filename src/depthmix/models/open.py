@@ -154,10 +154,7 @@ def _tell_why_not(path: Path) -> str:
         return f"{path} is a file: name {EXPECTED}"
     if not path.is_dir():
         near = suggest(path.name, os.listdir(path.parent) if path.parent.is_dir() else ())
-        return (
-            f"there is no run or model '{path}', there is nothing at that path: name {EXPECTED}."
-            f"{near}"
-        )
+        return f"there is no run or model at '{path}': name {EXPECTED}.{near}"
     return (
         f"{path} is no model: it has neither a run's config.toml nor a {foreign.CONFIG_FILE}; name "
         f"{EXPECTED}"
