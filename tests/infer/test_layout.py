@@ -1,11 +1,12 @@
 """Stacked weights are the model's own, and the kernel that they are for equals the model."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import nn
 
+from depthmix.config import CAUSAL_SELECTORS, Gate
 from depthmix.infer.cache import PagedCache
 from depthmix.infer.pages import Pages
 from depthmix.nn import Transformer
@@ -13,6 +14,7 @@ from variants import make_config, make_model, make_tokens
 
 layout = pytest.importorskip("depthmix.infer.layout")
 decode = pytest.importorskip("depthmix.kernels.decode")
+plan = pytest.importorskip("depthmix.kernels.plan")
 
 # the kernel wants heads of 16 at least
 SIZE: dict[str, Any] = {"width": 32, "num_heads": 2, "num_kv_heads": 1, "num_layers": 3}
@@ -148,3 +150,9 @@ def test_weights_that_moved_are_stacked_anew(replace: bool) -> None:
     torch.testing.assert_close(
         stacks.weights.w_mlp_out.to(other.weights.w_in.dtype), other.weights.w_mlp_out
     )
+
+
+def test_kernels_know_every_gate_and_every_causal_selector() -> None:
+    """They cannot read configurations, so they have lists of their own."""
+    assert set(plan.GATES) == set(get_args(Gate))
+    assert set(plan.SELECTORS) == set(CAUSAL_SELECTORS)
