@@ -18,7 +18,7 @@ from depthmix.cli import main
 from depthmix.config import ModelConfig
 from depthmix.fields import document_fields
 from depthmix.presets import load_preset, preset_names
-from depthmix.recipe import Recipe
+from depthmix.recipe import Recipe, RunConfig
 from depthmix.rundir import RunDir
 from tiny_runs import MODEL, RECIPE, read_tree, write_data
 
@@ -246,7 +246,7 @@ def test_help_fits_a_narrow_terminal(verb: str, capsys: pytest.CaptureFixture[st
     assert "list[" not in helped
     # commands can be copied
     examples = [line for line in helped.splitlines() if line.startswith("    depthmix")]
-    counts = {"prepare": 1, "train": 3, "runs": 0, "upcycle": 2, "eval": 2}
+    counts = {"prepare": 1, "train": 4, "runs": 0, "upcycle": 2, "eval": 2}
     assert len(examples) == counts[verb]
 
 
@@ -282,6 +282,33 @@ def test_from_text_to_a_finished_run(here: Path, capsys: pytest.CaptureFixture[s
     assert json.loads(capsys.readouterr().out)[0]["state"] == "finished"
 
 
+def test_a_configuration_trains_again(
+    here: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ("--data", str(data), "--out")
+    assert main([*SHORT, *common, "first"]) == 0
+    given = ("train", "--config", "first/config.toml")
+    assert main([*given, *common, "same"]) == 0
+    assert main([*given, *common, "other", "train.seed=7", "--tokens", "100", "width=32"]) == 0
+    first, same, other = (
+        RunConfig.from_dict(RunDir.open(Path(name)).read_config())
+        for name in ("first", "same", "other")
+    )
+    assert same == first
+    assert other == first.override({"train.seed": 7, "train.tokens": 100, "width": 32})
+    assert (other.train.steps, other.train.tokens) == (None, 100)
+    for name, text, sentence in (
+        ("nothing.toml", None, "cannot read 'nothing.toml': No such file"),
+        ("bad.toml", "[model", "in 'bad.toml': "),
+        ("typo.toml", "[train]\nstpes = 3\n", "in 'typo.toml': there is no configuration field"),
+    ):
+        if text is not None:
+            Path(name).write_text(text)
+        capsys.readouterr()
+        assert main(["train", "--config", name]) == 2
+        assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
@@ -314,6 +341,8 @@ def test_from_text_to_a_finished_run(here: Path, capsys: pytest.CaptureFixture[s
         ("train --resume empty", "'empty' is no run: it has no config.toml"),
         ("train --resume none --steps 5", "--resume goes on with a run as it was: leave out"),
         ("train --resume none width=5", "--resume goes on with a run as it was: leave out"),
+        ("train --resume none --config c", "--resume goes on with a run as it was: leave out"),
+        ("train --config file", "--config file says what the model is: leave out --preset"),
         ("train --resume none --out b", "--resume goes on with a run as it was: leave out"),
         ("runs", "there is no run in 'runs': 'depthmix train' makes one"),
         ("runs file", "there is no run in 'file'"),

@@ -291,6 +291,19 @@ def test_overrides_reach_model_and_recipe() -> None:
     assert run.train == Recipe(steps=1000)
 
 
+def test_a_run_can_be_changed() -> None:
+    run = RunConfig.from_overrides(load_preset("tiny"), {"train.steps": 10, "train.seed": 3})
+    assert run.override({}) == run
+    changed = run.override({"width": 96, "train.flops": "1e12", "routing.every": 1})
+    assert changed.model == load_preset("tiny", width=96, **{"routing.every": 1})
+    # one budget takes the place of another
+    assert changed.train == Recipe(flops=1e12, seed=3)
+    with pytest.raises(ValueError, match=r"'seed'. Did you mean 'train.seed'"):
+        run.override({"seed": 1})
+    with pytest.raises(ValueError, match="a run stops by one of"):
+        run.override({"train.steps": 1, "train.tokens": 5})
+
+
 def test_sequences_are_the_models_unless_given() -> None:
     model = ModelConfig(max_seq_len=128)
     assert RunConfig(model=model).seq_len == 128

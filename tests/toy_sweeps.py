@@ -19,9 +19,8 @@ TREE: dict[str, Any] = {
 TRAINER = """
 import json, os, signal, sys, time
 from pathlib import Path
-from depthmix.fields import parse_override
 from depthmix.budget import count_steps
-from depthmix.presets import load_config
+from depthmix.presets import load_run_config
 from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 
@@ -51,8 +50,7 @@ try:
         run = RunDir.open(path)
         config = RunConfig.from_dict(run.read_config())
     else:
-        fields = dict(parse_override(arg) for arg in args if "=" in arg)
-        config = RunConfig.from_overrides(load_config(options["--preset"]), fields)
+        config = load_run_config(Path(options["--config"]))
         data = {"hash": options.get("--data", "default")}
         start = {"time": "2026-11-15T12:00:00+00:00", "data": data}
         run = RunDir.create(path, config.to_toml(), start)

@@ -14,6 +14,8 @@ from depthmix import fields
 from depthmix.config import ModelConfig
 
 BASE_WIDTH = 32
+# what a run stops by, one of them
+BUDGETS = ("steps", "tokens", "flops")
 
 # beyond this, not every reader of JSON and TOML tells two whole numbers apart
 MOST_SEEDS = 2**53
@@ -208,6 +210,21 @@ class RunConfig:
             _refuse_unknown(name)
         return RunConfig(model=model.override(others), train=fields.build(Recipe, recipe, "train."))
 
+    def override(self, overrides: Mapping[str, Any]) -> "RunConfig":
+        """A copy with dotted fields replaced, named as `from_overrides` names them.
+
+        A budget takes the place of the one that is there: a run stops by one of them.
+        """
+        for name in overrides:
+            _refuse_unknown(name)
+        model = {n: v for n, v in overrides.items() if not _is_recipe(n)}
+        recipe = {n.removeprefix("train."): v for n, v in overrides.items() if _is_recipe(n)}
+        if any(name in recipe for name in BUDGETS):
+            recipe = dict.fromkeys(BUDGETS) | recipe
+        return RunConfig(
+            model=self.model.override(model), train=fields.override(self.train, recipe)
+        )
+
     def to_toml(self) -> str:
         """TOML text; `from_toml` gives the same configuration back."""
         return fields.to_toml(self)
@@ -253,12 +270,11 @@ def _round_up(number: float) -> int:
 
 
 def _find_problems(recipe: Recipe) -> Iterator[str]:
-    budgets = ("steps", "tokens", "flops")
-    given = [name for name in budgets if getattr(recipe, name) is not None]
+    given = [name for name in BUDGETS if getattr(recipe, name) is not None]
     if len(given) > 1:
         yield f"a run stops by one of steps, tokens and flops: take away {' and '.join(given[1:])}"
     above = ("batch_size", "accumulate", "log_every", "val_tokens", "learning_rate", "router_rate")
-    for name in (*budgets, *above, "capacity_stages", "lora_rank", "lora_alpha"):
+    for name in (*BUDGETS, *above, "capacity_stages", "lora_rank", "lora_alpha"):
         value = getattr(recipe, name)
         if value is not None and not 0 < value < math.inf:
             yield f"train.{name} = {value} must be {_say_bound(value, 'greater than 0')}"

@@ -10,6 +10,7 @@ import pytest
 
 from depthmix.cli import main, sweeping
 from depthmix.cli.sweeping import format_duration
+from depthmix.presets import load_run_config
 from depthmix.runs import list_runs
 from depthmix.sweep import cluster, execute
 from tiny_runs import write_data
@@ -171,7 +172,7 @@ def test_the_default_corpus_is_made_once(
     assert made == [4096]
     _, args = fake.read_calls()[0]
     assert "--data" not in args
-    assert "vocab_size=4096" in args
+    assert load_run_config(Path(args[args.index("--config") + 1])).model.vocab_size == 4096
     assert (tmp_path / "runs" / "toy" / "2e8" / "mod").is_dir()
     # a plan may want fewer ids, and then the runs are told where they are
     plan.write_text(f"vocab_size = 300\n{PLAN}")
@@ -179,7 +180,7 @@ def test_the_default_corpus_is_made_once(
     assert made == [4096, 300]
     _, args = fake.read_calls()[-1]
     assert args[args.index("--data") + 1] == str(tmp_path / "corpus")
-    assert "vocab_size=300" in args
+    assert load_run_config(Path(args[args.index("--config") + 1])).model.vocab_size == 300
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from depthmix.recipe import RunConfig
+from depthmix.rundir import RunDir
 from depthmix.sweep import execute as execute_module
-from depthmix.sweep.execute import Executor, Progress, Summary, list_arguments
-from depthmix.sweep.folders import LOG, look_at_runs
+from depthmix.sweep.execute import Executor, Progress, Summary
+from depthmix.sweep.folders import LOG, PLANNED, look_at_runs
 from depthmix.sweep.plan import PlannedRun, expand_plan
 from depthmix.sweep.plan_file import read_plan
 from toy_sweeps import Fake
@@ -36,7 +38,8 @@ def test_all_runs_are_trained_and_then_kept(fake: Fake, runs: list[PlannedRun]) 
     calls = fake.read_calls()
     assert [name for name, _ in calls] == [run.folder for run in runs]
     assert calls[0][1][:8] == [
-        *("--preset", "tiny", "--out", str(fake.out / runs[0].folder)),
+        *("--config", str(fake.out / runs[0].folder / PLANNED)),
+        *("--out", str(fake.out / runs[0].folder)),
         *("--data", "d", "--device", "cpu"),
     ]
     assert fake.count_most_at_once() == 1
@@ -73,7 +76,7 @@ def test_a_failure_is_tried_once_more(fake: Fake, runs: list[PlannedRun]) -> Non
     # the others come first; what had begun is gone on with
     assert [name for name, _ in calls] == [first, second, third, fourth] * 2
     starts = [args[0] for _, args in calls[4:]]
-    assert starts == ["--preset", "--resume", "--preset", "--preset"]
+    assert starts == ["--config", "--resume", "--config", "--config"]
     log = (fake.out / second / LOG).read_text()
     assert log.count("$ depthmix train --") == 2
     assert "ValueError: broken" in log
@@ -101,7 +104,7 @@ def test_a_folder_that_was_killed_while_it_was_made_is_started_anew(
     path.mkdir(parents=True)
     (path / "config.toml").write_text(runs[0].config.to_toml())
     assert execute(fake, runs[:1]).finished == (runs[0].name,)
-    assert fake.read_calls()[0][1][0] == "--preset"
+    assert fake.read_calls()[0][1][0] == "--config"
 
 
 def interrupt(fake: Fake, *numbers: int) -> Callable[[Progress], None]:
@@ -173,17 +176,16 @@ def test_an_error_of_the_sweep_leaves_nothing_behind(
             os.kill(int(name), 0)
 
 
-def test_values_as_text(tree: dict[str, Any]) -> None:
+def test_every_field_reaches_the_run(fake: Fake, tree: dict[str, Any]) -> None:
     tree["sizes"] = [{"num_layers": 4, "routing": {"capacity": [0.5, 0.25], "predictor": False}}]
     tree["variants"] = {"mod": {"routing": {"gate": "tanh1"}}}
     (run,) = expand_plan(read_plan(tree), {"num_kv_heads": None})
-    told = list_arguments(run, Path("p"), resume=False, data=None, device=None)
-    assert told[:4] == ["--preset", "tiny", "--out", "p"]
-    assert told[4:] == [
-        *("train.batch_size=2", "routing.gate=tanh1", "num_layers=4"),
-        *("routing.capacity=[0.5,0.25]", "routing.predictor=false", "num_kv_heads=none"),
-        *("train.flops=1000000000.0", "train.seed=0"),
-    ]
+    execute(fake, [run])
+    trained = RunConfig.from_dict(RunDir.open(fake.out / run.folder).read_config())
+    assert trained == run.config
+    assert trained.model.capacities == (0.5, 0.25)
+    assert (trained.model.routing.gate, trained.model.routing.predictor) == ("tanh1", False)
+    assert (trained.train.flops, trained.train.seed) == (1e9, 0)
 
 
 def test_threads_are_shared(

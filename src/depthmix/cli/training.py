@@ -114,6 +114,14 @@ def train(
     preset: Annotated[
         str | None, typer.Option(help="A preset or .toml file; 'demo' if empty.", metavar="MODEL")
     ] = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            help="Model and recipe as in this file: a run's config.toml, or one like it.",
+            metavar="FILE",
+        ),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(help="A folder made by 'prepare'; Python's standard library if empty."),
@@ -151,9 +159,10 @@ def train(
       depthmix train --preset 60m --data data --flops 1e17 train.batch_size=32
       depthmix train --resume runs/60m-20261115-142233
       depthmix train --from runs/upcycled --data data train.capacity_from=1.0
+      depthmix train --config runs/60m-20261115-142233/config.toml train.seed=1
       torchrun --nproc-per-node 8 -m depthmix train --preset 1b --data data
     """
-    from depthmix.presets import load_config
+    from depthmix.presets import load_config, load_run_config
     from depthmix.recipe import RunConfig
 
     models, overrides = split_arguments(fields or [], train=True)
@@ -164,17 +173,23 @@ def train(
     budget = {"steps": steps, "tokens": tokens, "flops": flops}
     given = {**budget, "checkpoint_every": checkpoint_every}
     given = {f"train.{name}": value for name, value in given.items() if value is not None}
-    if resume is not None and (given or overrides or preset or out or start):
+    if resume is not None and (given or overrides or preset or config_file or out or start):
         raise ValueError(
             "--resume goes on with a run as it was: leave out the model, its fields, the budget "
             "and --out"
         )
     if start is not None and preset is not None:
         raise ValueError(f"the model of {start} is known: leave out --preset {preset}")
+    if config_file is not None and (preset or start):
+        other = "--preset" if preset else "--from"
+        raise ValueError(f"--config {config_file} says what the model is: leave out {other}")
     check_device(device)
     config = None
     name = preset or "demo"
-    if resume is None and start is None:
+    if config_file is not None:
+        name = config_file.resolve().parent.name
+        config = load_run_config(config_file).override({**overrides, **given})
+    elif resume is None and start is None:
         config = RunConfig.from_overrides(load_config(name), {**overrides, **given})
     from rich.console import Console
 

@@ -3,15 +3,17 @@
 A size gives two models, so that twins cannot drift apart. Knows no torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from depthmix import fields
 from depthmix.config import ModelConfig
+from depthmix.recipe import RunConfig
 
-__all__ = ["load_config", "load_preset", "preset_names", "preset_sizes"]
+__all__ = ["load_config", "load_preset", "load_run_config", "preset_names", "preset_sizes"]
 
 
 def load_preset(name: str, **overrides: Any) -> ModelConfig:
@@ -48,18 +50,29 @@ def load_config(source: str, overrides: Mapping[str, Any] | None = None) -> Mode
                 f"a configuration's file name ends in .toml; '{source}' does not"
             ) from error
         return config.override(overrides or {})
+    with _name_source(source):
+        tree = fields.read_toml(Path(source).read_text(encoding="utf-8"))
+        config = ModelConfig.from_dict(tree.get("model", tree))
+    return config.override(overrides or {})
+
+
+def load_run_config(path: Path) -> RunConfig:
+    """The configuration of a whole run from a run's config.toml, or a file like it."""
+    with _name_source(path):
+        return RunConfig.from_toml(path.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def _name_source(source: Path | str) -> Iterator[None]:
+    """Let an error say which file could not be read, or what is wrong with it."""
     try:
-        text = Path(source).read_text(encoding="utf-8")
+        yield
     except OSError as error:
         raise ValueError(f"cannot read '{source}': {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"cannot read '{source}': it is not UTF-8 text") from error
-    try:
-        tree = fields.read_toml(text)
-        config = ModelConfig.from_dict(tree.get("model", tree))
     except ValueError as error:
         raise ValueError(f"in '{source}': {error}") from error
-    return config.override(overrides or {})
 
 
 def preset_sizes() -> list[str]:

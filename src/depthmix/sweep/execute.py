@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
-from depthmix.sweep.folders import LOG, Standing, is_finished, read_flops, read_log_end
+from depthmix.files import replace_file
+from depthmix.sweep.folders import LOG, PLANNED, Standing, is_finished, read_flops, read_log_end
 from depthmix.sweep.plan import PlannedRun
 
 MAX_TRIES = 2
@@ -62,25 +63,13 @@ class _Job(NamedTuple):
     log: IO[bytes]
 
 
-def list_arguments(
-    run: PlannedRun, path: Path, *, resume: bool, data: Path | None, device: str | None
-) -> list[str]:
-    """What `depthmix train` is told for a run."""
-    shared = ["--data", str(data)] if data else []
-    shared += ["--device", device] if device else []
-    if resume:
-        return ["--resume", str(path), *shared]
-    given = [f"{name}={_write_value(value)}" for name, value in run.overrides.items()]
-    return ["--preset", run.preset, "--out", str(path), *shared, *given]
-
-
-def _write_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_write_value, value))}]"
-    # all digits of a number, also of a large one
-    return "none" if value is None else value if isinstance(value, str) else repr(value)
+def list_arguments(path: Path, *, resume: bool, data: Path | None, device: str | None) -> list[str]:
+    """What `depthmix train` is told for the run in a folder."""
+    told = ["--resume", str(path)]
+    if not resume:
+        told = ["--config", str(path / PLANNED), "--out", str(path)]
+    told += ["--data", str(data)] if data else []
+    return told + (["--device", device] if device else [])
 
 
 class Executor:
@@ -153,7 +142,9 @@ class Executor:
             # killed while its folder was made: there is nothing to go on with
             config.unlink(missing_ok=True)
         resume = config.exists()
-        told = list_arguments(run, path, resume=resume, data=self.data, device=self.device)
+        if not resume:
+            replace_file(path / PLANNED, run.config.to_toml())
+        told = list_arguments(path, resume=resume, data=self.data, device=self.device)
         self.num_tries[run.name] += 1
         log = open(path / LOG, "ab")  # noqa: SIM115 (closed when its process has ended)
         try:

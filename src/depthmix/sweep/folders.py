@@ -17,6 +17,8 @@ from depthmix.rundir import RunDir
 from depthmix.sweep.plan import PlannedRun
 
 LOG = "log.txt"
+# what a run shall be, for the process that trains it
+PLANNED = "planned.toml"
 
 # of a log, and of metrics: more than the last lines are long
 _TAIL_BYTES = 2**16

@@ -27,9 +27,6 @@ class PlannedRun(NamedTuple):
     """The plan's name and the run's folder: `isoflop/1e15/mod/w320-l12-s0`."""
     variant: str
     budget: float
-    preset: str
-    overrides: dict[str, Any]
-    """Dotted fields, as `depthmix train` takes them."""
     config: RunConfig
     num_steps: int
     flops: int
@@ -102,8 +99,6 @@ def _plan_run(
         name=f"{plan.name}/{format_budget(budget)}/{variant}/{shape}-s{seed}",
         variant=variant,
         budget=budget,
-        preset=plan.preset,
-        overrides=chosen,
         config=config,
         num_steps=num_steps,
         flops=count_flops(config, num_steps),
