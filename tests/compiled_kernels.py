@@ -6,6 +6,8 @@ first step that needs them. "compile" and "fail" in place of a model really comp
 """
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +26,20 @@ from depthmix.nn import Transformer
 from depthmix.presets import load_preset
 
 MOST_ROWS, STEP_TOKENS, PAGE_SIZE = 256, 2048, 16
+
+
+def ask(what: str, **environment: str) -> dict[str, Any]:
+    """What this program prints in a process of its own, where Triton does not interpret."""
+    changes = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", **environment}
+    done = subprocess.run(
+        [sys.executable, __file__, what],
+        env={**os.environ, **changes},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 class Hopper:

@@ -1,15 +1,12 @@
 """What `warm_up` compiles is all that any step needs, and it is not much."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-PROGRAM = Path(__file__).parents[1] / "compiled_kernels.py"
+compiled_kernels = pytest.importorskip("compiled_kernels")
+
 # it takes about half a second to compile one
 MOST_KERNELS = 45
 
@@ -30,16 +27,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_step_compiles_what_is_not_warm(name: str) -> None:
-    pytest.importorskip("triton")
-    # what Triton interprets is not compiled
-    done = subprocess.run(
-        [sys.executable, PROGRAM, json.dumps(SHAPES[name])],
-        env={**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = compiled_kernels.ask(json.dumps(SHAPES[name]))
     assert told["late"] == []
     assert 20 < told["num_warm"] <= MOST_KERNELS
