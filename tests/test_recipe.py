@@ -300,6 +300,8 @@ def test_a_run_can_be_changed() -> None:
     assert changed.train == Recipe(flops=1e12, seed=3)
     with pytest.raises(ValueError, match=r"'seed'. Did you mean 'train.seed'"):
         run.override({"seed": 1})
+    with pytest.raises(ValueError, match=r"^train\.batch_size = 'x' does not fit"):
+        run.override({"train.batch_size": "x"})
     with pytest.raises(ValueError, match="a run stops by one of"):
         run.override({"train.steps": 1, "train.tokens": 5})
 

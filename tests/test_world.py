@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from depthmix.world import World, _make_portable, join_world, open_world
+from depthmix.world import World, _make_portable, choose_device, join_world, open_world
 
 CPU = torch.device("cpu")
 
@@ -78,3 +78,10 @@ def test_an_error_that_cannot_be_sent_is_told_in_words() -> None:
     told = _make_portable(StubbornError("why"))
     assert "StubbornError: why" in str(pickle.loads(pickle.dumps(told)))
     assert _make_portable(None) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    assert choose_device(None) == choose_device("cpu") == "cpu"
+    with pytest.raises(ValueError, match="leave out --device cuda"):
+        choose_device("cuda")

@@ -204,11 +204,7 @@ class RunConfig:
     @staticmethod
     def from_overrides(model: ModelConfig, overrides: Mapping[str, Any]) -> "RunConfig":
         """A model and the default recipe, with dotted fields replaced: `{"train.seed": 1}`."""
-        recipe = {n.removeprefix("train."): v for n, v in overrides.items() if _is_recipe(n)}
-        others = {n: v for n, v in overrides.items() if not _is_recipe(n)}
-        for name in overrides:
-            _refuse_unknown(name)
-        return RunConfig(model=model.override(others), train=fields.build(Recipe, recipe, "train."))
+        return RunConfig(model=model).override(overrides)
 
     def override(self, overrides: Mapping[str, Any]) -> "RunConfig":
         """A copy with dotted fields replaced, named as `from_overrides` names them.
@@ -221,8 +217,9 @@ class RunConfig:
         recipe = {n.removeprefix("train."): v for n, v in overrides.items() if _is_recipe(n)}
         if any(name in recipe for name in BUDGETS):
             recipe = dict.fromkeys(BUDGETS) | recipe
+        recipe = dataclasses.asdict(self.train) | recipe
         return RunConfig(
-            model=self.model.override(model), train=fields.override(self.train, recipe)
+            model=self.model.override(model), train=fields.build(Recipe, recipe, "train.")
         )
 
     def to_toml(self) -> str:

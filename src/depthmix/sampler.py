@@ -14,9 +14,10 @@ from typing import Any, overload
 import torch
 
 from depthmix.infer import Engine, Event, SamplingParams
-from depthmix.models import StoredModel, Vocabulary, choose_device
+from depthmix.models import StoredModel, Vocabulary
 from depthmix.models import open_model as open_stored
 from depthmix.nn import Transformer
+from depthmix.world import choose_device
 
 # enough for a prompt's step and for those of single tokens
 WARM_TOKENS = 3

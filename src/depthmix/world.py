@@ -67,12 +67,17 @@ class World(NamedTuple):
         return self.gather(work if self.is_first else lambda: None)[0]  # pyrefly: ignore
 
 
+def choose_device(wanted: str | None) -> str:
+    """The device that is asked for, or a GPU if there is one."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no CUDA device is visible to torch: leave out --device cuda")
+    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @contextmanager
 def open_world(device: str | None = None) -> Iterator[World]:
     """The processes that torchrun started, or this one alone."""
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no CUDA device is visible to torch: leave out --device cuda")
+    kind = choose_device(device)
     place = torch.device(kind)
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield World(0, 1, place)

@@ -193,12 +193,3 @@ def test_no_folder_needs_transformers(
     for path in (run, exported, dense):
         assert open_model(path).network.config.vocab_size == 300
         assert open_model(path).vocabulary.end_token == 0
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused() -> None:
-    from depthmix.models import choose_device
-
-    assert choose_device(None) == choose_device("cpu") == "cpu"
-    with pytest.raises(ValueError, match="leave out --device cuda"):
-        choose_device("cuda")

@@ -94,7 +94,8 @@ def evaluate(
         given = [name for name, value in options.items() if value not in (None, [])]
         if unused and given:
             raise ValueError(f"{', '.join(given)} is {told}")
-    from depthmix.models import choose_device, open_model
+    from depthmix.models import open_model
+    from depthmix.world import choose_device
 
     source = open_model(model, tokenizer=tokenizer)
     if chat and source.chat is None:

@@ -120,7 +120,7 @@ def choose_blocks(
     from depthmix.cli.seeing import read_text
     from depthmix.eval.blocks import find_least_blocks
     from depthmix.eval.texts import read_texts
-    from depthmix.models import choose_device
+    from depthmix.world import choose_device
 
     texts = [read_text(file) for file in texts]
     stream = read_texts(texts, *source.vocabulary, MAX_TOKENS)

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from depthmix.config import ModelConfig
 from depthmix.infer.text import TextStream
-from depthmix.models import StoredModel, begin_document, choose_device
+from depthmix.models import StoredModel, begin_document
 from depthmix.nn import Transformer
 from depthmix.report.traces import FORMAT, VERSION
 from depthmix.rundir import collect_provenance
+from depthmix.world import choose_device
 
 if TYPE_CHECKING:
     import tokenizers

@@ -11,7 +11,7 @@ Needs no transformers. Knows nothing of training and of sampling.
 """
 
 from depthmix.models.chat import Chat
-from depthmix.models.open import StoredModel, choose_device, open_model
+from depthmix.models.open import StoredModel, open_model
 from depthmix.models.vocabulary import Vocabulary, begin_document
 
-__all__ = ["Chat", "StoredModel", "Vocabulary", "begin_document", "choose_device", "open_model"]
+__all__ = ["Chat", "StoredModel", "Vocabulary", "begin_document", "open_model"]

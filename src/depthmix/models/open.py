@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from depthmix.checkpoint.folder import CHECKSUMS, STATE, list_checkpoints, name_checkpoint
@@ -108,13 +107,6 @@ def open_model(
         config = config.override({"max_seq_len": max_seq_len})
     load = partial(load_weights, place)
     return StoredModel(path, config, foreign.OWN_KIND, load, run, place, tokenizer)
-
-
-def choose_device(wanted: str | None) -> str:
-    """The device that is asked for, or a GPU if there is one."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no CUDA device is visible to torch: leave out --device cuda")
-    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def find_checkpoint(run: RunDir, name: str | None) -> Path:
