@@ -1,8 +1,7 @@
 """Steps of few rows: what a dense and a routed block cost, and how their kernels are tuned.
 
-    python benchmarks/rows.py                      # blocks, kernels, products and attention
+    python benchmarks/rows.py                      # blocks, kernels, tunings and attention
     python benchmarks/rows.py blocks kernels       # only some of these
-    python benchmarks/rows.py products --kinds update store
 
 Needs a GPU; without one it only checks tiny shapes, interpreted. Blocks are those of a random model
 of width 2,048 in bf16, whose rows have 600 tokens behind them (routed blocks: 75). A routed block
@@ -12,11 +11,12 @@ tuning is timed, its results are compared with those of the first one.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,9 +24,10 @@ from torch import Tensor
 
 from depthmix.kernels import paged_triton
 from depthmix.kernels.blocks import Blocks, Pools, Tokens
+from depthmix.kernels.compiling import compile_ahead
 from depthmix.kernels.plan import Rules, Weights
 from depthmix.kernels.recording import record_graph
-from depthmix.kernels.routed import TUNINGS, FewRows, Places, Tuning
+from depthmix.kernels.routed import TUNINGS, FewRows, Tuning
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -39,48 +40,42 @@ HEAD_WIDTH = WIDTH // NUM_HEADS
 PAST, PAST_ROUTED = (600, 75) if ON_GPU else (20, 5)
 PAGE_SIZE, CAPACITY, FIRST_TOKENS = 16, 0.125, 10
 BATCHES = (2, 8, 16, 64) if ON_GPU else (5,)
+DENSE_ROWS = (8, 16) if ON_GPU else (5,)
 # rows that a routed block keeps
 KEPT = (0, 1, 8)
 # blocks of a stack, and how many more the larger one has
 FEW_BLOCKS, MORE_BLOCKS = (4, 4) if ON_GPU else (1, 1)
 NUM_REPLAYS = 30
 
-PRODUCTS = {
-    "plain": [
-        Tuning(16, 256, 4, 4),
-        Tuning(16, 512, 4, 3),
-        Tuning(16, 512, 8, 3),
-        Tuning(16, 512, 8, 4),
-        Tuning(32, 256, 4, 3),
-        Tuning(32, 256, 8, 4),
-        Tuning(32, 512, 8, 3),
-        Tuning(16, 128, 2, 6),
-    ],
-    "swiglu": [
-        Tuning(16, 256, 4, 3),
-        Tuning(16, 256, 4, 4),
-        Tuning(16, 256, 8, 4),
-        Tuning(16, 512, 8, 3),
-        Tuning(32, 256, 8, 3),
-        Tuning(16, 128, 2, 5),
-    ],
-    "store": [
-        Tuning(16, 256, 4, 7),
-        Tuning(16, 512, 8, 4),
-        Tuning(16, 512, 8, 6),
-        Tuning(16, 1024, 8, 3),
-        Tuning(16, 1024, 16, 3),
-    ],
-    "update": [
-        Tuning(16, 256, 4, 7),
-        Tuning(16, 512, 8, 5),
-        Tuning(16, 512, 8, 7),
-        Tuning(16, 1024, 8, 4),
-        Tuning(16, 1024, 16, 3),
-        Tuning(16, 1024, 16, 4),
-    ],
+
+def change(kinds: Iterable[str], **fields: int) -> dict[str, Tuning]:
+    """The tunings of some kernels with other fields."""
+    return {kind: TUNINGS[kind]._replace(**fields) for kind in kinds}
+
+
+TRIED = {
+    "as used": {},
+    "plain: 16 rows": change(["plain"], most_rows=16, block=512, num_stages=3),
+    "plain: 16 rows, narrow": change(["plain"], most_rows=16),
+    "plain: 512 columns": change(["plain"], block=512, num_stages=3),
+    "plain: 64 rows, 8 warps": change(["plain"], most_rows=64, num_warps=8),
+    "plain: 2 warps": change(["plain"], most_rows=16, block=128, num_warps=2, num_stages=6),
+    "swiglu: 32 rows": change(["swiglu"], most_rows=32, num_stages=3),
+    "swiglu: 32 rows, narrow": change(["swiglu"], most_rows=32, block=128, num_stages=5),
+    "swiglu: 512 columns": change(["swiglu"], block=512, num_stages=2),
+    "swiglu: 2 warps": change(["swiglu"], block=128, num_warps=2, num_stages=5),
+    "store: 8 rows": change(["store"], most_rows=8, num_stages=6),
+    "store: 512 columns": change(["store"], block=512, num_warps=8, num_stages=5),
+    "update: 8 rows": change(["update"], most_rows=8, block=256, num_warps=4, num_stages=6),
+    "update: 8 rows, wide": change(["update"], most_rows=8, num_stages=4),
+    "update: 4 warps": change(["update"], num_warps=4),
+    "decide: 128 columns": change(["decide"], block=128),
+    "decide: 512 columns": change(["decide"], block=512, num_warps=8),
+    "decide: 8 warps": change(["decide"], num_warps=8),
 }
-"""Tunings of each product that are tried beside the one that is used, which comes first."""
+"""Tunings beside those that are used."""
+# rows, and how many of them a routed block keeps, where tunings are tried
+CASES = ((8, 0), (8, 1), (8, 8), (64, 8)) if ON_GPU else ((5, 1),)
 # tokens at a time, stages, programs
 ATTENTION = [
     (16, 2, 1024),
@@ -96,6 +91,7 @@ def make(*shape: int, scale: float = 1.0, dtype: torch.dtype = DTYPE) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=dtype) * scale
 
 
+@functools.cache
 def make_weights(num_layers: int, num_routes: int) -> Weights:
     half = HEAD_WIDTH // 2
     angle = torch.outer(
@@ -132,10 +128,10 @@ class Stack:
         num_kept: int,
         tunings: Mapping[str, Tuning] | None = None,
     ) -> None:
-        torch.manual_seed(0)
         num_layers = len(pattern)
         routed = tuple(layer for layer, kind in enumerate(pattern) if kind == "R")
         self.weights = make_weights(num_layers, len(routed))
+        torch.manual_seed(0)
         rules = Rules(
             NUM_HEADS,
             routed_layers=routed,
@@ -272,56 +268,41 @@ def profile(work: Callable[[], object]) -> dict[tuple[str, str], list[float]]:
     return dict(sorted(times.items(), key=lambda item: -sum(item[1])))
 
 
-def time_products(kinds: Sequence[str]) -> None:
-    """Eight products in a row, each with weights of its own."""
-    print("\n| product | tuning | us | TB/s |")
-    print("| --- | --- | --- | --- |")
-    num_rows, num_layers = min(8, max(BATCHES)), 8 if ON_GPU else 1
-    weights = make_weights(num_layers, 0)
-    order = torch.arange(64, device=DEVICE, dtype=torch.int32)
-    count = torch.tensor([num_rows], device=DEVICE, dtype=torch.int32)
-    ones = torch.ones(64, device=DEVICE)
-    places = Places(order, count, ones, order, order, order, order)
-    x, mixed, normed = (make(16, WIDTH) for _ in range(3))
-    hidden, qkv = make(16, MLP_WIDTH), make(16, 3 * WIDTH)
-    for kind in kinds:
-        matrix = {
-            "plain": weights.w_qkv,
-            "swiglu": weights.w_in,
-            "store": weights.w_attn_out,
-            "update": weights.w_mlp_out,
-        }[kind]
-        truth = None
-        for tuning in dict.fromkeys([TUNINGS[kind], *PRODUCTS[kind][: None if ON_GPU else 2]]):
-            few = FewRows(weights, Rules(NUM_HEADS), 16, {kind: tuning})
-            few.part_square.fill_(1.0)
-            few.shaped.copy_(normed)
-            old = x.clone()
-
-            def work(few: FewRows = few, x: Tensor = old, kind: str = kind) -> None:
-                for layer in range(num_layers):
-                    if kind == "plain":
-                        few.multiply(kind, normed, weights.w_qkv[layer], qkv, places)
-                    elif kind == "store":
-                        norm, out = weights.norm_mlp[layer], few.more
-                        few.multiply(
-                            kind, mixed, weights.w_attn_out[layer], out, places, x=x, norm=norm
-                        )
-                    elif kind == "swiglu":
-                        w_in = weights.w_in[layer]
-                        few.multiply(kind, few.shaped, w_in, few.hidden, places, prepared="store")
-                    else:
-                        few.multiply(kind, hidden, weights.w_mlp_out[layer], x, places)
-
-            work()
-            out = {"plain": qkv, "store": few.more, "swiglu": few.hidden, "update": old}[kind]
-            result = out[:num_rows].float().clone()
-            truth = result if truth is None else truth
-            compare([result], [truth], f"{kind} {tuning}")
-            us = time_work(work) / num_layers
-            speed = matrix.nbytes / num_layers / us / 1e6
-            sizes = ", ".join(str(size) for size in tuning)
-            print(f"| {kind} | {sizes} | {us:.2f} | {speed:.2f} |", flush=True)
+def time_tunings() -> None:
+    """Dense and routed blocks under several tunings, which are compiled side by side."""
+    names = list(TRIED)[: None if ON_GPU else 2]
+    few, more = FEW_BLOCKS, FEW_BLOCKS + MORE_BLOCKS
+    kinds = [("D" * number, num_rows, 0) for number in (few, more) for num_rows in DENSE_ROWS]
+    kinds += [("DR" * few, *case) for case in CASES]
+    stacks = {(name, *kind): Stack(*kind, TRIED[name]) for name in names for kind in kinds}
+    if ON_GPU:
+        compile_ahead(lambda: [stack.run() for stack in stacks.values()], lambda done, total: None)
+    told = [f"dense, {num_rows} rows" for num_rows in DENSE_ROWS]
+    told += [f"routed, {num_kept} of {num_rows}" for num_rows, num_kept in CASES]
+    print(f"\n| tuning | {' | '.join(told)} |")
+    print("|---" * (1 + len(told)) + "|")
+    truths = {kind: stacks[names[0], *kind].find_results() for kind in kinds}
+    # a routed block's rows beside dense blocks that few rows' kernels do not compute
+    for _, num_rows, _ in kinds:
+        alone = ("D" * few, num_rows, 0)
+        if (names[0], *alone) not in stacks:
+            stacks[names[0], *alone] = Stack(*alone)
+    for name in names:
+        times = {}
+        for kind in kinds:
+            stack = stacks[name, *kind]
+            compare(stack.find_results(), truths[kind], f"{name} {kind}")
+            times[kind] = time_work(stack.run)
+        blocks = [
+            (times["D" * more, num_rows, 0] - times["D" * few, num_rows, 0]) / MORE_BLOCKS
+            for num_rows in DENSE_ROWS
+        ]
+        for num_rows, num_kept in CASES:
+            alone = ("D" * few, num_rows, 0)
+            if alone not in times:
+                times[alone] = time_work(stacks[names[0], *alone].run)
+            blocks.append((times["DR" * few, num_rows, num_kept] - times[alone]) / few)
+        print(f"| {name} | {' | '.join(f'{us:.1f}' for us in blocks)} |", flush=True)
 
 
 def time_attention() -> None:
@@ -347,9 +328,8 @@ def time_attention() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    tables = ("blocks", "kernels", "products", "attention")
+    tables = ("blocks", "kernels", "tunings", "attention")
     parser.add_argument("tables", nargs="*", help=f"some of {', '.join(tables)}; default: all")
-    parser.add_argument("--kinds", nargs="*", default=list(PRODUCTS), choices=list(PRODUCTS))
     options = parser.parse_args()
     chosen = options.tables or tables
     name = torch.cuda.get_device_name() if ON_GPU else "interpreted"
@@ -359,8 +339,8 @@ def main() -> None:
             time_blocks()
         if "kernels" in chosen:
             time_kernels()
-        if "products" in chosen:
-            time_products(options.kinds)
+        if "tunings" in chosen:
+            time_tunings()
         if "attention" in chosen:
             time_attention()
 

@@ -223,8 +223,8 @@ def test_heads_may_be_normed(sizes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "tuning",
     [
-        routed.Tuning(block_out=32, block=128, num_warps=2, num_stages=3),
-        routed.Tuning(block_out=64, block=512, num_warps=1, num_stages=2),
+        routed.Tuning(most_rows=32, block=128, num_warps=2, num_stages=3),
+        routed.Tuning(most_rows=8, block=512, num_warps=1, num_stages=2),
     ],
 )
 def test_settings_change_nothing(tuning: Any) -> None:
@@ -290,7 +290,7 @@ def test_a_program_takes_no_more_shared_memory_than_there_is(room: int) -> None:
         limited = routed.limit_stages(kind, tuning, room)
         assert limited[:3] == tuning[:3]
         assert 1 <= limited.num_stages <= tuning.num_stages
-        num_rows = 16 + tuning.block_out * (2 if kind == "swiglu" else 1)
+        num_rows = 16 + max(16, tuning.most_rows) * (2 if kind == "swiglu" else 1)
         assert (limited.num_stages - 1) * num_rows * tuning.block * 2 <= room
         if room > 200 * 1024:
             assert limited == tuning

@@ -2,10 +2,11 @@
 
 Few rows leave a block bound by reading its weights and by what lies between kernels. Here it is one
 kernel that decides, and four products that read each weight once for up to 16 rows, with what
-follows from a product in the same kernel. How many rows are kept is known on the device alone:
-products beyond them end at once. What a product multiplies stands ready in the weights' type, so
-that its loop only loads and multiplies. Knows nothing of models: it takes stacked tensors and
-numbers.
+follows from a product in the same kernel. A product's programs have equally many rows of weights,
+and all of them fit on the device at once: else some processors would read while others are done.
+How many rows are kept is known on the device alone: products beyond them end at once. What a
+product multiplies stands ready in the weights' type, so that its loop only loads and multiplies.
+Knows nothing of models: it takes stacked tensors and numbers.
 """
 
 from collections.abc import Mapping
@@ -27,13 +28,15 @@ BLOCK_ROWS = tl.constexpr(16)
 SUMMED, MOST_UNITS = tl.constexpr(8), 64
 # rows that are decided on together
 BLOCKS_DECIDED = (32, 256)
+# processors where nobody knows their number, as in the interpreter
+FEW_PROCESSORS = 3
 
 
 class Tuning(NamedTuple):
     """How a kernel cuts up its weights; results differ by rounding only."""
 
-    block_out: int = 16
-    """Rows of weights of a program, a power of two from 16 on; of partners, of each."""
+    most_rows: int = 16
+    """Rows of weights of a program, at most, a power of two; of partners, of each."""
     block: int = 256
     """Columns that are loaded at a time, a power of two; a quarter of them where numbers have 32
     bits, which are multiplied in registers. A device reads at its full rate while about 40 KiB of
@@ -46,7 +49,7 @@ class Tuning(NamedTuple):
 
 TUNINGS = {
     "decide": Tuning(num_stages=1),
-    "plain": Tuning(block=512, num_stages=3),
+    "plain": Tuning(most_rows=32),
     "swiglu": Tuning(),
     "gelu": Tuning(num_stages=5),
     "store": Tuning(num_stages=7),
@@ -341,6 +344,7 @@ def _multiply(
     part_square,
     num_first,
     eps,
+    num_programs: tl.constexpr,
     width: tl.constexpr,
     num_out: tl.constexpr,
     kind: tl.constexpr,
@@ -363,11 +367,11 @@ def _multiply(
     """
     paired: tl.constexpr = kind == "swiglu"
     program = tl.program_id(0)
-    lane_out = program * block_out + tl.arange(0, block_out)
-    inside_out = (lane_out < num_out)[:, None]
+    lane_out = program * num_out // num_programs + tl.arange(0, block_out)
+    own = lane_out < (program + 1) * num_out // num_programs
+    inside_out, loaded = own[:, None], own[None, :, None]
     lane = _spread_columns(block, slices)
-    # rows beyond the last are it once more, so that loads need no mask for them
-    weight += tl.minimum(lane_out, num_out - 1)[None, :, None].to(tl.int64) * width + lane
+    weight += lane_out[None, :, None].to(tl.int64) * width + lane
     partner = weight + num_out * width
     # volatile, or it would be read after the number of rows; beyond that they are any rows
     number_row = tl.arange(0, BLOCK_ROWS)
@@ -386,7 +390,7 @@ def _multiply(
         origin = row if gathers else place
         # what follows the product is asked for before it, and has arrived when the loop ends
         old = _load_if(kind == "store" or kind == "update", x + at_x, inside)
-        scale = _load_if(stores, norm + lane_out, lane_out < num_out)
+        scale = _load_if(stores, norm + lane_out, own)
         before = _load_if(kind == "update", more + at, inside)
         factor = _load_if(kind == "update", gate + row, real)
         number = tl.arange(0, block_parts)[:, None]
@@ -397,15 +401,13 @@ def _multiply(
         total = tl.zeros((slices, block_out, BLOCK_ROWS), tl.float32)
         second = tl.zeros((slices, block_out, BLOCK_ROWS), tl.float32)
         for column in range(0, width, block):
-            if width % block == 0:
-                tile = tl.load(weight + column)
-                other = tl.load(partner + column) if paired else tile
-                given = tl.load(rows + column, mask=real[None, :, None], other=0.0)
-            else:
+            wanted, given_there = loaded, real[None, :, None]
+            if width % block != 0:
                 within = lane + column < width
-                tile = tl.load(weight + column, mask=within, other=0.0)
-                other = tl.load(partner + column, mask=within, other=0.0) if paired else tile
-                given = tl.load(rows + column, mask=real[None, :, None] & within, other=0.0)
+                wanted, given_there = wanted & within, given_there & within
+            tile = tl.load(weight + column, mask=wanted, other=0.0)
+            other = tl.load(partner + column, mask=wanted, other=0.0) if paired else tile
+            given = tl.load(rows + column, mask=given_there, other=0.0)
             given = tl.permute(given, (0, 2, 1))
             total = tl.dot(tile, given, total, input_precision="ieee")
             if paired:
@@ -433,9 +435,8 @@ def _multiply(
             new = tl.where(inside, new, 0.0)
             ready = new * scale.to(tl.float32)[:, None]
             tl.store(shaped + at, ready.to(shaped.dtype.element_ty), mask=inside)
-            own_parts = tl.num_programs(0)
             square = tl.sum(new * new, axis=0)
-            tl.store(part_square + place * own_parts + program, square, mask=real)
+            tl.store(part_square + place * num_programs + program, square, mask=real)
         to = at_x if kind == "update" else at
         tl.store(out + to, total.to(out.dtype.element_ty), mask=inside)
         row = next_row
@@ -477,6 +478,10 @@ class FewRows:
         self.tunings = {kind: limit_stages(kind, t, room) for kind, t in chosen.items()}
         self.width, self.mlp_width = weights.embedding.shape[1], weights.w_mlp_out.shape[2]
         self.kind_in = "swiglu" if weights.w_in.shape[1] == 2 * self.mlp_width else "gelu"
+        self.num_processors = FEW_PROCESSORS
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            self.num_processors = properties.multi_processor_count
         w_in = weights.predictor_in if rules.selector == "predictor" else None
         self.num_units = 0 if w_in is None else w_in.shape[1]
 
@@ -490,8 +495,7 @@ class FewRows:
         self.block_units = min(MOST_UNITS, max(16, triton.next_power_of_2(self.num_units)))
         self.passes = triton.cdiv(self.num_units, self.block_units)
         self.num_parts = {
-            kind: triton.cdiv(self.width, self.tunings[kind].block_out)
-            for kind in ("store", "update")
+            kind: self.count_programs(kind, self.width) for kind in ("store", "update")
         }
         num_groups = triton.cdiv(num_rows, BLOCK_ROWS.value)
         size = self.passes * self.block_units * BLOCK_ROWS.value
@@ -567,6 +571,13 @@ class FewRows:
             num_warps=self.tunings["decide"].num_warps,
         )
 
+    def count_programs(self, kind: str, num_out: int) -> int:
+        """Programs of a product: on each processor one, or as many as on the others."""
+        num_programs, num_processors = triton.cdiv(num_out, self.tunings[kind].most_rows), 1
+        if num_programs > self.num_processors:
+            num_processors = self.num_processors
+        return triton.cdiv(num_programs, num_processors) * num_processors
+
     def multiply(
         self,
         kind: str,
@@ -596,7 +607,9 @@ class FewRows:
         elif prepared is not None:
             parts = self.num_parts[prepared]
         columns = _fit_columns(tuning, width, weight.element_size())
-        _multiply[(triton.cdiv(num_out, tuning.block_out),)](
+        num_programs = self.count_programs(kind, num_out)
+        block_out = triton.next_power_of_2(triton.cdiv(num_out, num_programs))
+        _multiply[(num_programs,)](
             source,
             weight,
             out,
@@ -611,6 +624,7 @@ class FewRows:
             self.part_square,
             min(BLOCK_ROWS.value, places.index.shape[0]),
             self.rules.norm_eps,
+            num_programs,
             width,
             num_out,
             kind,
@@ -618,7 +632,8 @@ class FewRows:
             prepares=kind == "update" and norm is not None,
             parts=parts,
             block_parts=triton.next_power_of_2(max(1, parts)),
-            block_out=tuning.block_out,
+            # a matrix product takes no fewer
+            block_out=max(16, block_out),
             **columns,
         )
 
@@ -647,7 +662,7 @@ def limit_stages(kind: str, tuning: Tuning, room: int) -> Tuning:
 
     Those of an H200 hold 227 KiB, those of a desktop card 99.
     """
-    num_rows = tuning.block_out * (2 if kind == "swiglu" else 1) + BLOCK_ROWS.value
+    num_rows = max(16, tuning.most_rows) * (2 if kind == "swiglu" else 1) + BLOCK_ROWS.value
     # 16 bits each; where numbers have more, a block has fewer columns. The router has 32.
     num_bytes = 2 * tuning.block * (num_rows + (2 if kind == "decide" else 0))
     return tuning._replace(num_stages=min(tuning.num_stages, 1 + room // num_bytes))
