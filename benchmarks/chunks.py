@@ -20,29 +20,29 @@ from meters import time_steps
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from depthmix.kernels import chunks
-from depthmix.kernels.chunks import Tuning
+from depthmix.kernels.decode import chunks
+from depthmix.kernels.decode.chunks import ChunkTuning
 
 PAGE_SIZE = 16
 # calls in a graph, and how often it is replayed
 NUM_CALLS, NUM_REPLAYS = 5, 40
 PROMPT_TUNINGS = [
-    Tuning(128, 64, 8, 5),
-    Tuning(128, 64, 8, 5, split=True),
-    Tuning(128, 64, 8, 3),
-    Tuning(128, 128, 8, 3),
-    Tuning(128, 128, 8, 5),
-    Tuning(64, 64, 4, 5),
-    Tuning(64, 128, 4, 3),
+    ChunkTuning(128, 64, 8, 5),
+    ChunkTuning(128, 64, 8, 5, split=True),
+    ChunkTuning(128, 64, 8, 3),
+    ChunkTuning(128, 128, 8, 3),
+    ChunkTuning(128, 128, 8, 5),
+    ChunkTuning(64, 64, 4, 5),
+    ChunkTuning(64, 128, 4, 3),
 ]
 # how many of them are tried where queries share keys
 NUM_BEST = 3
 FEW_TUNINGS = [
-    Tuning(16, 64, 4, 5),
-    Tuning(32, 64, 4, 5),
-    Tuning(32, 128, 4, 3),
-    Tuning(32, 128, 8, 3),
-    Tuning(64, 64, 4, 5),
+    ChunkTuning(16, 64, 4, 5),
+    ChunkTuning(32, 64, 4, 5),
+    ChunkTuning(32, 128, 4, 3),
+    ChunkTuning(32, 128, 8, 3),
+    ChunkTuning(64, 64, 4, 5),
 ]
 
 
@@ -66,7 +66,7 @@ class Case:
         self.qkv = torch.randn(self.num_places, (num_heads + 2 * num_groups) * width, **half)
         self.out = torch.empty(self.num_places, num_heads * width, **half)
 
-    def attend(self, tuning: Tuning | None) -> Tensor:
+    def attend(self, tuning: ChunkTuning | None) -> Tensor:
         chunks.attend_chunks(
             self.qkv,
             self.out,
@@ -137,7 +137,7 @@ def tell(case: Case, name: str, microseconds: float) -> None:
     print(f"| {case} | {name} | {microseconds:.1f} | {rate:.0f} |", flush=True)
 
 
-def compare_tunings(case: Case, tunings: list[Tuning]) -> dict[Tuning, float]:
+def compare_tunings(case: Case, tunings: list[ChunkTuning]) -> dict[ChunkTuning, float]:
     """Microseconds by tuning; one that does not fit is told and left out."""
     truth = case.attend_plainly().double()
     times = {}
@@ -202,7 +202,7 @@ def main() -> None:
     print("| case | tuning | µs | TFLOP/s |\n|---|---|---|---|")
     tunings = PROMPT_TUNINGS
     for num_heads, num_groups in ((16, 16), (32, 8)):
-        total: dict[Tuning, float] = {}
+        total: dict[ChunkTuning, float] = {}
         for past in arguments.past:
             case = Case(num_heads, num_groups, width, 1, size, past)
             for tuning, microseconds in compare_tunings(case, tunings).items():

@@ -21,9 +21,9 @@ from decode_models import ROUTING, SHAPES, make_config
 
 from depthmix.infer.layout import stack_weights
 from depthmix.kernels import paged_triton
-from depthmix.kernels.decode import DecodeStep
-from depthmix.kernels.plan import Rules, Tuning
-from depthmix.kernels.stages import arrive, wait
+from depthmix.kernels.decode.plan import Rules, StepTuning
+from depthmix.kernels.decode.stages import arrive, wait
+from depthmix.kernels.decode.step import DecodeStep
 from depthmix.nn import Transformer
 
 NUM_TOKENS, PAGE = 1152, 16
@@ -42,17 +42,17 @@ def meet(counter, x, count: tl.constexpr, programs: tl.constexpr, read: tl.const
     tl.store(x + 4096 + lane, total)
 
 
-def list_settings(num_processors: int) -> dict[str, Tuning]:
+def list_settings(num_processors: int) -> dict[str, StepTuning]:
     two = 2 * num_processors
     return {
-        "two programs of 4 warps": Tuning(two),
-        "the same, 32 splits": Tuning(two, max_splits=32),
-        "chunks of 64": Tuning(two, chunk=64),
-        "one program of 8 warps": Tuning(num_processors, num_warps=8, tile=32768),
+        "two programs of 4 warps": StepTuning(two),
+        "the same, 32 splits": StepTuning(two, max_splits=32),
+        "chunks of 64": StepTuning(two, chunk=64),
+        "one program of 8 warps": StepTuning(num_processors, num_warps=8, tile=32768),
     }
 
 
-def time_setting(model: Transformer, tuning: Tuning, num_taken: int) -> float:
+def time_setting(model: Transformer, tuning: StepTuning, num_taken: int) -> float:
     """Median microseconds of a step in which so many routed blocks are taken."""
     config, weights = model.config, stack_weights(model)
     num_layers, routed = config.num_layers, tuple(config.routed_layers)

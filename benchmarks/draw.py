@@ -23,7 +23,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from depthmix.infer.sampling import SamplingParams, pack_settings, sample, unpack_settings
-from depthmix.kernels.draw import Drawer, DrawState
+from depthmix.kernels.decode.draw import Drawer, DrawState
 
 PLACES, VOCABULARIES = (1, 8, 64, 256), (32_768, 50_257)
 LOGITS = ("normal 1", "normal 3", "peaked")

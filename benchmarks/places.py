@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthmix.kernels import places
-from depthmix.kernels.places import PROCESSORS, Tuning
+from depthmix.kernels.decode import places
+from depthmix.kernels.decode.places import PROCESSORS, PlaceTuning
 
 NUM_PLACES = 2048
 COUNTS = (64, 128, 256, 384, 512)
@@ -42,10 +42,10 @@ SHAPES = (
 TILES = (
     *(tile.tuning for tile in places.TILES),
     # tiles that `choose_tuning` does not take
-    Tuning(64, 64, 64, 4, 4, programs=3 * PROCESSORS),
-    Tuning(64, 128, 64, 4, 8),
-    Tuning(64, 256, 64, 8, 5),
-    Tuning(128, 128, 64, 4, 3, programs=2 * PROCESSORS),
+    PlaceTuning(64, 64, 64, 4, 4, programs=3 * PROCESSORS),
+    PlaceTuning(64, 128, 64, 4, 8),
+    PlaceTuning(64, 256, 64, 8, 5),
+    PlaceTuning(128, 128, 64, 4, 3, programs=2 * PROCESSORS),
 )
 SPLITS = (1, 2, 3, 4, 8)
 # bytes that are read in turn: together more than the second-level cache holds
@@ -75,7 +75,7 @@ def time_calls(functions: Sequence[Callable[[], object]]) -> float:
     return statistics.median(times)
 
 
-def describe(tuning: Tuning) -> str:
+def describe(tuning: PlaceTuning) -> str:
     sizes = "x".join(str(size) for size in tuning[:3])
     each = tuning.programs // PROCESSORS
     return (
@@ -84,7 +84,7 @@ def describe(tuning: Tuning) -> str:
     )
 
 
-def check(ours: Tensor, truth: Tensor, tuning: Tuning) -> None:
+def check(ours: Tensor, truth: Tensor, tuning: PlaceTuning) -> None:
     error = ((ours.float() - truth.float()).norm() / truth.float().norm()).item()
     assert error < 1e-2, f"{tuning}: relative error {error}"
 
@@ -93,7 +93,7 @@ def count_copies(num_bytes: int) -> int:
     return min(MOST_CALLS, max(2, -(-COLD_BYTES // num_bytes)))
 
 
-def list_tunings(width: int) -> list[Tuning]:
+def list_tunings(width: int) -> list[PlaceTuning]:
     """Every tile, whole and in parts of at least four blocks of columns."""
     return [
         tile._replace(splits=splits)
@@ -115,7 +115,7 @@ def time_product(
     out, truth = (torch.empty(NUM_PLACES, num_out, **half) for _ in range(2))
     count = torch.zeros(1, device="cuda", dtype=torch.int32)
 
-    def call(weight: Tensor, tuning: Tuning, expected: int) -> Callable[[], None]:
+    def call(weight: Tensor, tuning: PlaceTuning, expected: int) -> Callable[[], None]:
         return lambda: places.multiply_places(
             source, weight, out, count, expected=expected, tuning=tuning
         )

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from depthmix.kernels import paged_triton
-from depthmix.kernels.blocks import Blocks, Pools, Tokens
 from depthmix.kernels.compiling import compile_ahead
-from depthmix.kernels.plan import Rules, Weights
+from depthmix.kernels.decode.blocks import Blocks, Pools, Tokens
+from depthmix.kernels.decode.plan import Rules, Weights
+from depthmix.kernels.decode.routed import TUNINGS, FewRows, RowTuning
 from depthmix.kernels.recording import record_graph
-from depthmix.kernels.routed import TUNINGS, FewRows, Tuning
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -48,7 +48,7 @@ FEW_BLOCKS, MORE_BLOCKS = (4, 4) if ON_GPU else (1, 1)
 NUM_REPLAYS = 30
 
 
-def change(kinds: Iterable[str], **fields: int) -> dict[str, Tuning]:
+def change(kinds: Iterable[str], **fields: int) -> dict[str, RowTuning]:
     """The tunings of some kernels with other fields."""
     return {kind: TUNINGS[kind]._replace(**fields) for kind in kinds}
 
@@ -126,7 +126,7 @@ class Stack:
         pattern: str,
         num_rows: int,
         num_kept: int,
-        tunings: Mapping[str, Tuning] | None = None,
+        tunings: Mapping[str, RowTuning] | None = None,
     ) -> None:
         num_layers = len(pattern)
         routed = tuple(layer for layer, kind in enumerate(pattern) if kind == "R")

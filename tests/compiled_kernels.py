@@ -20,8 +20,9 @@ from triton.runtime.jit import JITFunction
 from depthmix.infer.engine import count_pages
 from depthmix.infer.fused import CHUNKS, FusedRunner, Shape, Step, choose_chunks, choose_size
 from depthmix.infer.pages import Pages
-from depthmix.kernels import compiling, places
+from depthmix.kernels import compiling
 from depthmix.kernels.compiling import compile_ahead
+from depthmix.kernels.decode import places
 from depthmix.nn import Transformer
 from depthmix.presets import load_preset
 

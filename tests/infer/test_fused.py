@@ -17,7 +17,7 @@ from depthmix.nn import Transformer
 from variants import causal_cases, make_config, make_model, make_tokens
 
 fused = pytest.importorskip("depthmix.infer.fused")
-places = pytest.importorskip("depthmix.kernels.places")
+places = pytest.importorskip("depthmix.kernels.decode.places")
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from depthmix.nn import Transformer
 from variants import make_config, make_model, make_tokens
 
 layout = pytest.importorskip("depthmix.infer.layout")
-decode = pytest.importorskip("depthmix.kernels.decode")
-plan = pytest.importorskip("depthmix.kernels.plan")
+decode = pytest.importorskip("depthmix.kernels.decode.step")
+plan = pytest.importorskip("depthmix.kernels.decode.plan")
 
 # the kernel wants heads of 16 at least
 SIZE: dict[str, Any] = {"width": 32, "num_heads": 2, "num_kv_heads": 1, "num_layers": 3}

@@ -23,10 +23,10 @@ from depthmix.infer.layout import find_stacks, make_rules
 from depthmix.infer.pages import Pages
 from depthmix.infer.sampling import SamplingParams, Wish, pack_settings, top_logprobs
 from depthmix.infer.steps import Flight, Outcome, Ready, Work
-from depthmix.kernels.blocks import Blocks, Pools, Tokens
 from depthmix.kernels.compiling import compile_ahead
-from depthmix.kernels.decode import DecodeStep
-from depthmix.kernels.draw import Drawer, DrawState
+from depthmix.kernels.decode.blocks import Blocks, Pools, Tokens
+from depthmix.kernels.decode.draw import Drawer, DrawState
+from depthmix.kernels.decode.step import DecodeStep
 from depthmix.kernels.recording import record_graph
 from depthmix.nn import Transformer
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.config import ModelConfig
-from depthmix.kernels.plan import Rules, Weights
+from depthmix.kernels.decode.plan import Rules, Weights
 from depthmix.nn import MixtureOfDepths, Transformer
 from depthmix.nn.block import Block
 from depthmix.nn.layers import MLP

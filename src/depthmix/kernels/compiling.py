@@ -12,7 +12,9 @@ from contextvars import ContextVar
 from typing import Any
 
 import triton
+import triton.language as tl
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # much of compiling is Python's, which has one lock
 MOST_THREADS = 16
 
@@ -38,7 +40,7 @@ def jit(
     if function is None:
         return functools.partial(jit, do_not_specialize=do_not_specialize)
     function, names = inspect.unwrap(function), list(do_not_specialize)
-    if triton.knobs.runtime.interpret:
+    if INTERPRETED.value:
         return triton.jit(do_not_specialize=names)(function)
     return Kernel(function, do_not_specialize=names)
 

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.kernels.compiling import jit
-from depthmix.kernels.stages import INTERPRETED
+from depthmix.kernels.compiling import INTERPRETED, jit
 
 # programs that keep an H200 busy reading: about eight on each of its multiprocessors
 PROGRAMS = 8 if INTERPRETED else 1024

@@ -20,8 +20,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from depthmix.kernels.compiling import jit
-from depthmix.kernels.plan import pick_size
-from depthmix.kernels.stages import ROUTER_EPS, apply_gate, gelu
+from depthmix.kernels.decode.plan import pick_size
+from depthmix.kernels.decode.stages import ROUTER_EPS, apply_gate, gelu
 
 # programs of a kernel that goes through rows: about what an H200 holds at a time. More of them
 # would take time to start, even where there is nothing to do.
@@ -36,7 +36,7 @@ BLOCK_HIDDEN = 1024
 BLOCK_PACKED, BLOCK_COUNTED = 1024, 4096
 
 
-class Tuning(NamedTuple):
+class PlaceTuning(NamedTuple):
     """How `multiply_places` cuts up a product; results differ by rounding only."""
 
     block_m: int
@@ -56,10 +56,10 @@ class Tuning(NamedTuple):
     """As many as there is room for at a time."""
 
 
-class Shape(NamedTuple):
+class TimedTile(NamedTuple):
     """A tile that `choose_tuning` may take, and what it takes in microseconds."""
 
-    tuning: Tuning
+    tuning: PlaceTuning
     start: float
     each: float
     """A block of columns of a tile, where a program has a processor for itself."""
@@ -74,15 +74,23 @@ class Shape(NamedTuple):
 
 
 TILES = (
-    Shape(Tuning(64, 64, 64, 4, 6, programs=2 * PROCESSORS), -2.42, 0.202, 0.276, 4.80, 3.42, 0.59),
-    Shape(Tuning(64, 128, 64, 4, 8), -2.24, 0.208, 0.208, 5.42, 3.96, 0.73),
-    Shape(Tuning(128, 128, 64, 8, 6), -1.78, 0.324, 0.324, 6.44, 4.21, 0.91),
-    Shape(Tuning(128, 256, 64, 8, 4), -2.71, 0.609, 0.609, 8.49, 7.07, 1.19),
+    TimedTile(
+        PlaceTuning(64, 64, 64, 4, 6, programs=2 * PROCESSORS),
+        -2.42,
+        0.202,
+        0.276,
+        4.80,
+        3.42,
+        0.59,
+    ),
+    TimedTile(PlaceTuning(64, 128, 64, 4, 8), -2.24, 0.208, 0.208, 5.42, 3.96, 0.73),
+    TimedTile(PlaceTuning(128, 128, 64, 8, 6), -1.78, 0.324, 0.324, 6.44, 4.21, 0.91),
+    TimedTile(PlaceTuning(128, 256, 64, 8, 4), -2.71, 0.609, 0.609, 8.49, 7.07, 1.19),
 )
 """Tiles for numbers of 16 bits: the four of eight that together lose least on an H200, with times
 fitted to 124 measurements of each (`benchmarks/places.py --save`), 10 % off on average. What they
 choose is 1.8 % slower than the best of all 40 ways to do each of 25 products."""
-TILE_FLOAT32 = Tuning(64, 64, 32, 8, 2, programs=2 * PROCESSORS)
+TILE_FLOAT32 = PlaceTuning(64, 64, 32, 8, 2, programs=2 * PROCESSORS)
 """The tile for numbers of 32 bits, which are multiplied in registers."""
 SPLITS = (1, 2, 3, 4)
 
@@ -627,7 +635,7 @@ def multiply_places(
     count: Int[Tensor, "1"],
     *,
     expected: int,
-    tuning: Tuning | None = None,
+    tuning: PlaceTuning | None = None,
 ) -> None:
     """source · weightᵀ for the places that are taken, summed in float32.
 
@@ -694,7 +702,7 @@ def _find_arrivals(device: torch.device, size: int) -> Tensor:
 
 
 @functools.cache
-def choose_tuning(expected: int, num_out: int, width: int, dtype: torch.dtype) -> Tuning:
+def choose_tuning(expected: int, num_out: int, width: int, dtype: torch.dtype) -> PlaceTuning:
     """The tile, and the parts of it, that should take the least time on so many rows.
 
     Time is that of the busiest processor. A large tile reads less for each product, but too few
@@ -704,7 +712,7 @@ def choose_tuning(expected: int, num_out: int, width: int, dtype: torch.dtype) -
     if dtype == torch.float32:
         return TILE_FLOAT32
 
-    def estimate(shape: Shape, splits: int) -> float:
+    def estimate(shape: TimedTile, splits: int) -> float:
         block_m, block_n, block_k = shape.tuning[:3]
         num_tiles = triton.cdiv(max(expected, 1), block_m) * triton.cdiv(num_out, block_n)
         # parts of tiles that a program has

@@ -9,7 +9,7 @@ from torch import Tensor
 from depthmix.kernels.reference import rotate_heads
 from depthmix.nn.layers import make_phase_table
 
-kernels = pytest.importorskip("depthmix.kernels.chunks")
+kernels = pytest.importorskip("depthmix.kernels.decode.chunks")
 paged_triton = pytest.importorskip("depthmix.kernels.paged_triton")
 
 pytestmark = pytest.mark.slow
@@ -286,7 +286,7 @@ def test_chunks_attend_as_torch_would(shape: Shape, first_chunk: int) -> None:
 @pytest.mark.parametrize("kept", [[40], [16, 0, 1, 17, 33], [0, 32]])
 def test_blocks_may_end_anywhere(blocks: tuple[int, int], kept: list[int], split: bool) -> None:
     """In a chunk, in what all queries of a block see, and in pages."""
-    tuning = kernels.Tuning(*blocks, num_warps=4, num_stages=2, split=split)
+    tuning = kernels.ChunkTuning(*blocks, num_warps=4, num_stages=2, split=split)
     packed = Packed(Shape(1, 1), kept, [31, 5, 0, 16, 15][: len(kept)], skips=False, spare=0)
     check_attended(packed, tuning=tuning, max_places=sum(kept))
 

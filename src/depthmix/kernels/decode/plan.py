@@ -12,8 +12,8 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from depthmix.kernels.pages_stage import Heads
-from depthmix.kernels.stages import Cut
+from depthmix.kernels.decode.attention import Heads
+from depthmix.kernels.decode.stages import Cut
 
 # shared memory that a program can have on an H200
 SHARED_BYTES = 227 * 1024
@@ -21,7 +21,7 @@ GATES = ("raw", "sigmoid", "tanh1", "unit")
 SELECTORS = ("router", "predictor", "all")
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """Everything that the kernel is compiled for."""
 
     num_layers: int
@@ -89,7 +89,7 @@ class Rules(NamedTuple):
     """Who skipped a routed block skips all later ones."""
 
 
-class Tuning(NamedTuple):
+class StepTuning(NamedTuple):
     """How the work is cut up; results differ by rounding only."""
 
     num_programs: int
@@ -123,7 +123,7 @@ def find_room(device: torch.device) -> int:
 
 
 def cut_matrix(
-    num_rows: int, width: int, dtype: torch.dtype, tuning: Tuning, *, partner: int = 0
+    num_rows: int, width: int, dtype: torch.dtype, tuning: StepTuning, *, partner: int = 0
 ) -> Cut:
     """Tiles for a matrix: no more rows than a program has, and wide where those are few."""
     longest = max(16, triton.next_power_of_2(width))
@@ -138,21 +138,21 @@ def cut_matrix(
     return Cut(num_rows, width, rows, columns, partner, tuning.num_programs, step, padded, pack)
 
 
-def choose_tuning(device: torch.device, width: int, num_heads: int) -> Tuning:
+def choose_tuning(device: torch.device, width: int, num_heads: int) -> StepTuning:
     """What was fastest on an H200 (results/decode.md); one program in the interpreter."""
     if device.type != "cuda":
         # programs come one after another there, so a second one would be waited for in vain
-        return Tuning(num_programs=1)
+        return StepTuning(num_programs=1)
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     num_programs = 2 * num_processors
     # no program has a second head to attend with while others have none
     splits = triton.next_power_of_2(max(1, num_programs // num_heads) + 1) // 2
-    return Tuning(num_programs, max_splits=min(splits, 64))
+    return StepTuning(num_programs, max_splits=min(splits, 64))
 
 
 def make_plan(
-    weights: Weights, rules: Rules, pages: Float[Tensor, "pages G page_size H"], tuning: Tuning
-) -> Plan:
+    weights: Weights, rules: Rules, pages: Float[Tensor, "pages G page_size H"], tuning: StepTuning
+) -> StepPlan:
     """The kernel's constants from the shapes of a model's tensors."""
     num_layers, num_projected, width = weights.w_qkv.shape
     num_classes, mlp_width = weights.head.shape[0], weights.w_mlp_out.shape[2]
@@ -176,7 +176,7 @@ def make_plan(
         group=group,
         pack=2 if pages.dtype.itemsize == 2 else 1,
     )
-    return Plan(
+    return StepPlan(
         num_layers=num_layers,
         num_programs=tuning.num_programs,
         width=width,
@@ -197,7 +197,7 @@ def make_plan(
 
 
 def check_plan(
-    weights: Weights, rules: Rules, key_pages: Tensor, value_pages: Tensor, tuning: Tuning
+    weights: Weights, rules: Rules, key_pages: Tensor, value_pages: Tensor, tuning: StepTuning
 ) -> None:
     """Refuse tensors and numbers that do not fit each other, with a sentence."""
     num_kv_heads, head_width = key_pages.shape[1], key_pages.shape[3]

@@ -12,7 +12,7 @@ from depthmix.nn.layers import RMSNorm, activate
 from depthmix.nn.router import Predictor, Router
 from depthmix.nn.routing import apply_gate
 
-places = pytest.importorskip("depthmix.kernels.places")
+places = pytest.importorskip("depthmix.kernels.decode.places")
 
 pytestmark = pytest.mark.slow
 
@@ -211,14 +211,14 @@ def test_product(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "tuning",
     [
-        places.Tuning(16, 16, 16, 1, 2, group=2, programs=30),
-        places.Tuning(16, 32, 32, 2, 3, group=1, programs=9),
-        places.Tuning(16, 32, 16, 4, 2, splits=4, programs=20),
-        places.Tuning(32, 16, 16, 4, 2, group=3, splits=3, programs=45),
+        places.PlaceTuning(16, 16, 16, 1, 2, group=2, programs=30),
+        places.PlaceTuning(16, 32, 32, 2, 3, group=1, programs=9),
+        places.PlaceTuning(16, 32, 16, 4, 2, splits=4, programs=20),
+        places.PlaceTuning(32, 16, 16, 4, 2, group=3, splits=3, programs=45),
         # tiles that begin in the middle of a program's share, which holds whole ones, too
-        places.Tuning(16, 16, 16, 4, 2, group=2, splits=4, programs=9),
+        places.PlaceTuning(16, 16, 16, 4, 2, group=2, splits=4, programs=9),
         # not a part for everybody, and some without columns
-        places.Tuning(32, 32, 16, 4, 2, splits=8, programs=40),
+        places.PlaceTuning(32, 32, 16, 4, 2, splits=8, programs=40),
     ],
 )
 @pytest.mark.parametrize("sizes", [(70, 51, 96, 80), (70, 9, 61, 33), (70, 0, 32, 16)])
@@ -238,7 +238,7 @@ def test_only_what_is_aligned_is_described() -> None:
 
 
 def test_splits_leave_their_counters_as_they_were_and_sum_in_order() -> None:
-    tuning = places.Tuning(16, 16, 16, 4, 2, splits=4, programs=32)
+    tuning = places.PlaceTuning(16, 16, 16, 4, 2, splits=4, programs=32)
     found = []
     for _ in range(2):
         torch.manual_seed(1)

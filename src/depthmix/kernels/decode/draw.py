@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthmix.kernels.compiling import jit
-from depthmix.kernels.stages import LOWEST_RANK, find_ranked
+from depthmix.kernels.decode.stages import LOWEST_RANK, find_ranked
 
 # tokens at a time; sums of log-probabilities are cut here and nowhere else, whatever the parts
 BLOCK = tl.constexpr(1024)

@@ -19,7 +19,7 @@ from depthmix.infer.sampling import (
     unpack_settings,
 )
 
-draw = pytest.importorskip("depthmix.kernels.draw")
+draw = pytest.importorskip("depthmix.kernels.decode.draw")
 tl = pytest.importorskip("triton.language")
 
 pytestmark = pytest.mark.slow

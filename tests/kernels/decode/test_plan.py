@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-plan = pytest.importorskip("depthmix.kernels.plan")
+plan = pytest.importorskip("depthmix.kernels.decode.plan")
 
 
 @given(
@@ -18,7 +18,7 @@ plan = pytest.importorskip("depthmix.kernels.plan")
 def test_tiles_are_powers_of_two_and_not_too_large(
     num_rows: int, width: int, num_programs: int, tile: int, paired: bool
 ) -> None:
-    tuning = plan.Tuning(num_programs, tile=tile, min_columns=256)
+    tuning = plan.StepTuning(num_programs, tile=tile, min_columns=256)
     partner = num_rows if paired else 0
     cut = plan.cut_matrix(num_rows, width, torch.bfloat16, tuning, partner=partner)
     for size in (cut.rows, cut.columns):

@@ -17,8 +17,8 @@ from depthmix.nn.layers import MLP
 from depthmix.nn.router import Predictor
 from variants import make_model, make_tokens
 
-decode = pytest.importorskip("depthmix.kernels.decode")
-plan = pytest.importorskip("depthmix.kernels.plan")
+decode = pytest.importorskip("depthmix.kernels.decode.step")
+plan = pytest.importorskip("depthmix.kernels.decode.plan")
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from depthmix.nn import Transformer
 from variants import make_config, make_model
 
 layout = pytest.importorskip("depthmix.infer.layout")
-blocks_module = pytest.importorskip("depthmix.kernels.blocks")
+blocks_module = pytest.importorskip("depthmix.kernels.decode.blocks")
 
 pytestmark = pytest.mark.slow
 

@@ -17,9 +17,16 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from depthmix.kernels.pages_stage import attend, find_context, load_context, load_nothing
-from depthmix.kernels.plan import Rules, Tuning, Weights, check_plan, choose_tuning, make_plan
-from depthmix.kernels.stages import (
+from depthmix.kernels.decode.attention import attend, find_context, load_context, load_nothing
+from depthmix.kernels.decode.plan import (
+    Rules,
+    StepTuning,
+    Weights,
+    check_plan,
+    choose_tuning,
+    make_plan,
+)
+from depthmix.kernels.decode.stages import (
     LOWEST_RANK,
     activate,
     add_update,
@@ -325,7 +332,7 @@ class DecodeStep:
         rules: Rules,
         key_pages: Float[Tensor, "pages G page_size H"],
         value_pages: Float[Tensor, "pages G page_size H"],
-        tuning: Tuning | None = None,
+        tuning: StepTuning | None = None,
     ) -> None:
         device = weights.embedding.device
         self.weights, self.rules = weights, rules

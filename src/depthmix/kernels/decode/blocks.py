@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from depthmix.kernels import chunks, places
-from depthmix.kernels.plan import Rules, Weights, check_model
-from depthmix.kernels.routed import BLOCK_ROWS, FewRows, Places
+from depthmix.kernels.decode import chunks, places
+from depthmix.kernels.decode.plan import Rules, Weights, check_model
+from depthmix.kernels.decode.routed import BLOCK_ROWS, FewRows, Places
 
 # tokens of a step, or places of a routed block in it, up to which products of few rows are faster
 FEW_TOKENS, FEW_PLACES = 16, 32

@@ -17,8 +17,8 @@ from depthmix.nn.routing import Routing
 from variants import make_config, make_model
 
 layout = pytest.importorskip("depthmix.infer.layout")
-blocks_module = pytest.importorskip("depthmix.kernels.blocks")
-routed = pytest.importorskip("depthmix.kernels.routed")
+blocks_module = pytest.importorskip("depthmix.kernels.decode.blocks")
+routed = pytest.importorskip("depthmix.kernels.decode.routed")
 
 pytestmark = pytest.mark.slow
 
@@ -223,8 +223,8 @@ def test_heads_may_be_normed(sizes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "tuning",
     [
-        routed.Tuning(most_rows=32, block=128, num_warps=2, num_stages=3),
-        routed.Tuning(most_rows=8, block=512, num_warps=1, num_stages=2),
+        routed.RowTuning(most_rows=32, block=128, num_warps=2, num_stages=3),
+        routed.RowTuning(most_rows=8, block=512, num_warps=1, num_stages=2),
     ],
 )
 def test_settings_change_nothing(tuning: Any) -> None:

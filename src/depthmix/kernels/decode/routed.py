@@ -19,8 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthmix.kernels.compiling import jit
-from depthmix.kernels.plan import Rules, Weights, find_room, pick_size
-from depthmix.kernels.stages import ROUTER_EPS, apply_gate, gelu
+from depthmix.kernels.decode.plan import Rules, Weights, find_room, pick_size
+from depthmix.kernels.decode.stages import ROUTER_EPS, apply_gate, gelu
 
 # rows of a matrix product: the fewest that it takes
 BLOCK_ROWS = tl.constexpr(16)
@@ -32,7 +32,7 @@ BLOCKS_DECIDED = (32, 256)
 FEW_PROCESSORS = 3
 
 
-class Tuning(NamedTuple):
+class RowTuning(NamedTuple):
     """How a kernel cuts up its weights; results differ by rounding only."""
 
     most_rows: int = 16
@@ -48,12 +48,12 @@ class Tuning(NamedTuple):
 
 
 TUNINGS = {
-    "decide": Tuning(num_stages=1),
-    "plain": Tuning(most_rows=32),
-    "swiglu": Tuning(),
-    "gelu": Tuning(num_stages=5),
-    "store": Tuning(num_stages=7),
-    "update": Tuning(block=512, num_warps=8, num_stages=7),
+    "decide": RowTuning(num_stages=1),
+    "plain": RowTuning(most_rows=32),
+    "swiglu": RowTuning(),
+    "gelu": RowTuning(num_stages=5),
+    "store": RowTuning(num_stages=7),
+    "update": RowTuning(block=512, num_warps=8, num_stages=7),
 }
 """By kernel, who decides and the kinds of `_multiply`: the fastest of `benchmarks/rows.py` on an
 H200 at width 2,048, but for `gelu`, which was not tried. Of who decides, only the block of columns
@@ -469,7 +469,7 @@ class FewRows:
         weights: Weights,
         rules: Rules,
         num_rows: int,
-        tunings: Mapping[str, Tuning] | None = None,
+        tunings: Mapping[str, RowTuning] | None = None,
     ) -> None:
         """`tunings` take the place of some of `TUNINGS`."""
         self.weights, self.rules, self.num_rows = weights, rules, num_rows
@@ -657,7 +657,7 @@ class FewRows:
         self.multiply("update", self.hidden, w_mlp_out, x, places, norm=next_norm)
 
 
-def limit_stages(kind: str, tuning: Tuning, room: int) -> Tuning:
+def limit_stages(kind: str, tuning: RowTuning, room: int) -> RowTuning:
     """The same with no more blocks of columns than a program's shared memory of `room` bytes holds.
 
     Those of an H200 hold 227 KiB, those of a desktop card 99.
@@ -668,7 +668,7 @@ def limit_stages(kind: str, tuning: Tuning, room: int) -> Tuning:
     return tuning._replace(num_stages=min(tuning.num_stages, 1 + room // num_bytes))
 
 
-def _fit_columns(tuning: Tuning, width: int, element_size: int) -> dict[str, int]:
+def _fit_columns(tuning: RowTuning, width: int, element_size: int) -> dict[str, int]:
     """A launch's columns: no more than there are, but 16 for each warp at least."""
     block = min(tuning.block * 4 // element_size**2, triton.next_power_of_2(width))
     return {

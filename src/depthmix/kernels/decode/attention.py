@@ -8,7 +8,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from depthmix.kernels.compiling import jit
-from depthmix.kernels.stages import halve, unpack
+from depthmix.kernels.decode.stages import halve, unpack
 
 
 class Heads(NamedTuple):

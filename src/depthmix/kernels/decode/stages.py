@@ -6,10 +6,9 @@ Owns how work is cut up between the programs. Knows nothing of blocks and of the
 
 from typing import NamedTuple
 
-import triton
 import triton.language as tl
 
-from depthmix.kernels.compiling import jit
+from depthmix.kernels.compiling import INTERPRETED, jit
 
 # the router's and the predictor's own norm
 ROUTER_EPS = tl.constexpr(1e-6)
@@ -17,8 +16,6 @@ ROUTER_EPS = tl.constexpr(1e-6)
 GROUP = tl.constexpr(8)
 # below the rank of everything
 LOWEST_RANK = tl.constexpr(-(2**63))
-# there programs come one after another, so nobody is to be waited for
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Cut(NamedTuple):
@@ -55,6 +52,7 @@ def arrive(counter):
 @jit
 def wait(counter, target):
     """Go on when `target` arrivals were counted."""
+    # the interpreter runs programs one after another, so nobody is to be waited for
     if not INTERPRETED:
         # one thread looks, by reading: a poll by all threads, or by atomics, delays the arrivals
         tl.inline_asm_elementwise(

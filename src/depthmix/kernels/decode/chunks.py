@@ -19,9 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthmix.kernels import paged_triton
-from depthmix.kernels.compiling import jit
-from depthmix.kernels.plan import SHARED_BYTES, find_room, pick_size
-from depthmix.kernels.stages import INTERPRETED
+from depthmix.kernels.compiling import INTERPRETED, jit
+from depthmix.kernels.decode.plan import SHARED_BYTES, find_room, pick_size
 
 # elements of half the heads of a program that rotates: 8 for each thread of 4 warps, which is one
 # load of 16 bytes in bf16
@@ -32,7 +31,7 @@ BLOCKS_CHUNKS = (32, 256)
 PROGRAMS = 128
 
 
-class Tuning(NamedTuple):
+class ChunkTuning(NamedTuple):
     """How attention is cut up; results differ by rounding only."""
 
     block_m: int
@@ -412,7 +411,7 @@ def attend_chunks(
     first_chunk: int,
     max_places: int,
     expected: int | None = None,
-    tuning: Tuning | None = None,
+    tuning: ChunkTuning | None = None,
 ) -> None:
     """Causal attention for the chunks from `first_chunk` on, after `rotate_and_store`.
 
@@ -510,7 +509,7 @@ def attend_tokens(
 
 def choose_tuning(
     dtype: torch.dtype, head_width: int, num_heads: int, num_places: int, room: int = SHARED_BYTES
-) -> Tuning:
+) -> ChunkTuning:
     """What was fastest on an H200 for so many queries (benchmarks/chunks.py).
 
     `room` are the bytes of shared memory that a program can have.
@@ -524,20 +523,20 @@ def choose_tuning(
     if not narrow:
         # multiplied in registers
         block_n, num_warps = 16 if head_width > 128 else 32, 8 if block_m == 32 else 4
-        return Tuning(block_m, block_n, num_warps, num_stages=2)
+        return ChunkTuning(block_m, block_n, num_warps, num_stages=2)
     num_warps = 8 if block_m == 128 else 4
     # more stages than blocks that fit: the page table takes two turns of the loop
-    tunings = [Tuning(block_m, 64, num_warps, 5), Tuning(block_m, 64, num_warps, 3)]
+    tunings = [ChunkTuning(block_m, 64, num_warps, 5), ChunkTuning(block_m, 64, num_warps, 3)]
     if block_m == 128:
-        tunings.insert(0, Tuning(block_m, 128, num_warps, 5))
+        tunings.insert(0, ChunkTuning(block_m, 128, num_warps, 5))
     width = max(16, triton.next_power_of_2(head_width))
 
-    def count_bytes(tuning: Tuning) -> int:
+    def count_bytes(tuning: ChunkTuning) -> int:
         num_blocks = max(1, (tuning.num_stages + 1) // 2)
         return 2 * width * (block_m + (2 * num_blocks) * tuning.block_n) + 2048
 
     fits = [tuning for tuning in tunings if count_bytes(tuning) <= room]
-    return fits[0] if fits else Tuning(min(block_m, 64), 32, 4, 2)
+    return fits[0] if fits else ChunkTuning(min(block_m, 64), 32, 4, 2)
 
 
 def check_pages(qkv: Tensor, key_pages: Tensor, value_pages: Tensor, num_heads: int) -> None:
