@@ -87,7 +87,7 @@ class DepthMeter:
         )
         self.paths: list[tuple[bool, ...]] = []
         # what FLOPs are made of, all tokens together
-        self.used = Usage(0, 0, 0, 0, 0, 0, 0)
+        self.used: Sequence[int] = Usage(0, 0, 0, 0, 0, 0, 0)
         self.num_tokens = self.num_logits = self.num_dense_pairs = 0
 
     def copy(self) -> "DepthMeter":
@@ -100,17 +100,17 @@ class DepthMeter:
         self, start: int, paths: Sequence[tuple[bool, ...]], used: Usage, *, num_logits: int
     ) -> None:
         """Tokens from position `start` on were computed, one for each of `paths`."""
-        count = len(paths)
+        count, num_known = len(paths), len(self.paths)
         # tokens that are computed again after a preemption take the same way
-        self.paths += paths[max(0, len(self.paths) - start) :]
-        self.used = Usage(*map(add, self.used, used))
+        self.paths += paths if num_known == start else paths[max(0, num_known - start) :]
+        self.used = tuple(map(add, self.used, used))
         self.num_tokens += count
         self.num_logits += num_logits
         self.num_dense_pairs += self.num_layers * (count * start + count * (count + 1) // 2)
 
     def read(self) -> Depth:
         """What was added so far."""
-        used, sizes, count = self.used, self.sizes, self.num_tokens
+        used, sizes, count = Usage(*self.used), self.sizes, self.num_tokens
         weights = used.num_visits * (sizes.query + sizes.out) + used.num_stored * sizes.key_value
         weights += (used.num_visits - used.num_expert_visits) * sizes.mlp
         weights += used.num_expert_visits * (sizes.expert_router + sizes.expert_predictor)
