@@ -328,7 +328,7 @@ class Engine:
             if track is None:
                 # it ended while the step was under way
                 continue
-            track.meter.add(start, outcome.paths, outcome.used, num_logits=int(samples))
+            track.meter.add(start, outcome.paths, outcome.used, num_logits=samples)
             if samples:
                 events.append(self._take(key, track, outcome))
         return events

@@ -7,9 +7,9 @@ padded to. Knows nothing of requests, and does not decide who is in a step.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from depthmix.config import ModelConfig
 from depthmix.infer.cache import PagedCache
 from depthmix.infer.depth import Usage
 from depthmix.infer.layout import find_stacks, make_rules
-from depthmix.infer.pages import Pages
+from depthmix.infer.pages import Pages, find_rows
 from depthmix.infer.sampling import SamplingParams, Wish, pack_settings, top_logprobs
 from depthmix.infer.steps import Flight, Outcome, Ready, Report, Work
 from depthmix.kernels.blocks import Blocks, Pools, Tokens
@@ -421,34 +421,39 @@ class FusedRunner:
         paths = self.ways.look_up(taken_RT)
         # keys that a chunk stored in each routed block, and how many lay before them
         kept_CR = np.add.reduceat(taken_RT, begins, axis=1, dtype=np.int64).T
-        before_CR = self.pages.lengths[np.array(rows)[:, None], self.routed_layers]
+        before_CR = self.pages.lengths[find_rows(rows)][:, self.routed_layers]
         # each query sees those before it and its own
-        pairs_C = (kept_CR * (2 * before_CR + kept_CR + 1)).sum(axis=1) // 2
-        stored_CL = np.empty((len(works), self.config.num_layers), dtype=np.int64)
-        stored_CL[:] = np.array(counts)[:, None]
+        num_pairs = np.einsum("cr,cr->c", kept_CR, 2 * before_CR + kept_CR + 1).tolist()
+        num_routed = kept_CR.sum(axis=1).tolist()
+        stored_CL = np.repeat(np.array(counts), self.config.num_layers)
+        stored_CL = stored_CL.reshape(len(works), self.config.num_layers)
         stored_CL[:, self.routed_layers] = kept_CR
-        num_asked = sum(work.wish is not None for work in works)
-        tops = None
-        if flight.tops is not None:
-            tops = list(zip(flight.tops[1].tolist(), flight.tops[0].tolist(), strict=True))
-        tokens = stage.token[:num_asked].tolist()
-        logprobs = stage.logprob[:num_asked].tolist()
-        drawn = zip(tokens, logprobs, tops or [None] * num_asked, strict=False)
+        # tokens were asked for in the order in which their chunks stand
+        drawn = iter(self._read_drawn(flight, sum(work.wish is not None for work in works)))
         outcomes, num_dense = [], self.num_dense
-        each = (works, begins, starts, counts, kept_CR.sum(axis=1).tolist(), pairs_C.tolist())
-        for work, begin, start, count, num_routed, num_pairs in zip(*each, strict=True):
-            num_visits = num_dense * count + num_routed
+        each = zip(works, begins, starts, counts, num_routed, num_pairs, strict=True)
+        for work, begin, start, count, routed, pairs in each:
+            visits = num_dense * count + routed
             # what lay before a dense layer's chunk is known even where steps before it are not
             # settled
-            num_pairs += num_dense * (count * (2 * start + count + 1) // 2)
-            used = Usage(num_visits, num_routed, 0, num_visits, num_routed, num_pairs, 0)
-            # tokens were asked for in the order in which their chunks stand
+            pairs = (pairs + num_dense * count * (2 * start + count + 1)) // 2
+            used = Usage(visits, routed, 0, visits, routed, pairs, 0)
             token, logprob, top = (None, 0.0, None) if work.wish is None else next(drawn)
             outcomes.append(Outcome(token, logprob, top, used, paths[begin : begin + count]))
         if flight.order is not None:
             back = np.argsort(flight.order)
             outcomes, stored_CL = [outcomes[number] for number in back], stored_CL[back]
         return Report(outcomes, stored_CL)
+
+    def _read_drawn(
+        self, flight: FusedFlight, count: int
+    ) -> Iterable[tuple[int, float, tuple[list[int], list[float]] | None]]:
+        """The tokens that were drawn, their log-probabilities, and the most probable ones."""
+        tops: list[Any] = [None] * count
+        if flight.tops is not None:
+            tops = list(zip(flight.tops[1].tolist(), flight.tops[0].tolist(), strict=True))
+        stage = flight.stage
+        return zip(stage.token.tolist(), stage.logprob.tolist(), tops, strict=False)
 
 
 class Ways(dict[bytes, tuple[bool, ...]]):

@@ -160,11 +160,11 @@ class Pages:
         if promised is not None:
             for row, count in zip(rows, promised, strict=True):
                 self.promised[row] -= count
-        at = np.array(rows)
-        left = np.array([self.promised[row] for row in rows])
-        lengths = self.lengths[at] + stored
-        self.lengths[at] = lengths
-        spares = self.counts[at] * self.page_size - lengths - left[:, None]
+        at, left = find_rows(rows), np.array([self.promised[row] for row in rows])
+        self.lengths[at] += stored
+        spares = self.counts[at] * self.page_size
+        spares -= self.lengths[at]
+        spares -= left[:, None]
         assert spares.min() >= 0, "tokens were stored without a reservation"
         if spares.max() >= self.ahead + self.page_size:
             extra = np.maximum(spares - self.ahead, 0) // self.page_size
@@ -214,9 +214,8 @@ class Pages:
         self, rows: Sequence[int], num_tokens: int, ahead: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
         """By row and layer: pages that are missing for so many tokens, and tokens that fit."""
-        at = np.array(rows)
-        behind = self.lengths[at]
-        behind += np.array([self.promised[row] for row in rows])[:, None]
+        at, promised = find_rows(rows), np.array([self.promised[row] for row in rows])
+        behind = self.lengths[at] + promised[:, None]
         spares = self.counts[at] * self.page_size - behind
         if ahead:
             # no further than tables reach
@@ -284,3 +283,9 @@ class Pages:
         self._marks[pages] = 0
         self.num_free += len(pages)
         self.counts[row] = kept
+
+
+def find_rows(rows: Sequence[int]) -> slice | np.ndarray:
+    """What picks these rows out of an array: where they are neighbours, without a copy."""
+    first, stop = rows[0], rows[0] + len(rows)
+    return slice(first, stop) if list(rows) == list(range(first, stop)) else np.array(rows)
