@@ -79,8 +79,7 @@ def prepare_fused(
             tokens = text[start : min(start + engine.scheduler.chunk_tokens, context)]
             assert pages.reserve(row, len(tokens)), "a lap does not fit into the cache"
             chunk = Chunk(row, row, start, len(tokens), False)
-            (outcome,) = runner.launch([Work(chunk, tokens)]).wait()
-            pages.settle(row, outcome.stored)
+            pages.settle([row], runner.launch([Work(chunk, tokens)]).wait().stored)
         assert pages.reserve(row, lap), "a lap does not fit into the cache"
     lengths = runner.cache.lengths.clone()
     params = SamplingParams(temperature=0)

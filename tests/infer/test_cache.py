@@ -1,6 +1,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthmix.infer.cache import LayerUse, PagedCache, PagedLayer, Span
-from depthmix.infer.pages import Change, Pages
+from depthmix.infer.pages import Changes, Pages
 from depthmix.nn.attention import Place
 from variants import make_config
 
@@ -19,7 +20,8 @@ CPU = torch.device("cpu")
 
 
 def make_cache(*, page_size: int = 4, num_rows: int = 3, num_pages: int = 400) -> PagedCache:
-    pages = Pages(num_pages, page_size, CONFIG.num_layers, num_rows)
+    sizes = (num_pages, page_size, CONFIG.num_layers, num_rows)
+    pages = Pages(*sizes, longest=CONFIG.max_seq_len)
     cache = PagedCache(CONFIG, pages, device=CPU, dtype=torch.float64)
     # whatever was not stored must not be read
     cache.key.fill_(torch.nan)
@@ -104,8 +106,8 @@ def run_step(
         assert paged.uses[number] == LayerUse(len(asking), len(offering), num_pairs)
         stored = [0] * CONFIG.num_layers
         stored[layer] = len(offering)
-        cache.pages.settle(row, stored)
-        assert cache.pages.lengths[row][layer] == len(state.positions)
+        cache.pages.settle([row], [stored])
+        assert cache.pages.lengths[row, layer] == len(state.positions)
 
 
 @settings(max_examples=60)
@@ -168,20 +170,37 @@ def test_a_layer_that_was_not_called_stored_nothing() -> None:
 
 def test_tables_follow_the_books() -> None:
     cache = make_cache()
-    cache.follow([])
-    cache.follow([Change(layer=1, row=2, index=0, pages=[7, 5]), Change(3, 0, 4, [9])])
+
+    def follow(entries: dict[tuple[int, int, int], int]) -> None:
+        places = [np.ravel_multi_index(entry, cache.tables.shape) for entry in entries]
+        cache.follow(Changes(np.array(places, dtype=np.int64), np.array(list(entries.values()))))
+
+    follow({})
+    # layer, row, index
+    follow({(1, 2, 0): 7, (1, 2, 1): 5, (3, 0, 4): 9})
     assert cache.tables[1, 2, 0] == 7
     assert cache.tables[3, 0, 4] == 9
     assert cache.tables[1, 2, 1] == 5
     assert int(cache.tables.count_nonzero()) == 3
-    cache.follow([Change(1, 2, 0, [5]), Change(1, 2, 0, [5, 6])])
+    follow({(1, 2, 0): 5, (1, 2, 1): 6})
     assert cache.tables[1, 2, :2].tolist() == [5, 6]
+    for row in range(3):
+        assert cache.pages.reserve(row, 13)
+    cache.follow(cache.pages.drain_changes())
+    told = cache.tables.clone()
+    for layer in range(CONFIG.num_layers):
+        for row in range(3):
+            assert told[layer, row, :4].tolist() == cache.pages.list_pages(row, layer)
+    # what a failed step left there
+    cache.tables.fill_(0)
+    cache.send_tables()
+    assert torch.equal(cache.tables[:, :, :4], told[:, :, :4])
 
 
 def test_lengths_follow_the_books() -> None:
     cache = make_cache()
     assert cache.pages.reserve(2, 5)
-    cache.pages.settle(2, [5, 0, 4, 1])
+    cache.pages.settle([2], [[5, 0, 4, 1]])
     cache.send_lengths()
     assert cache.lengths.tolist() == [[0, 0, 5], [0, 0, 0], [0, 0, 4], [0, 0, 1]]
 
@@ -232,7 +251,7 @@ def test_a_narrower_cache_rounds_keys_and_values_only() -> None:
                 torch.randn(1, count, heads, WIDTH) for heads in (NUM_HEADS, KV_HEADS, KV_HEADS)
             )
             found = layer.attend(query, key, value, place, place)
-            cache.pages.settle(0, [count] * CONFIG.num_layers)
+            cache.pages.settle([0], [[count] * CONFIG.num_layers])
         outcomes.append(found)
     assert outcomes[1].dtype == torch.float32
     torch.testing.assert_close(outcomes[0], outcomes[1], rtol=0, atol=0.05)

@@ -39,7 +39,8 @@ class Batch:
 
     def __init__(self, name: str, selector: str | None) -> None:
         self.model, config = get_model(name), get_model(name).config
-        pages = Pages(60 * config.num_layers, 3, config.num_layers, 5)
+        sizes = (60 * config.num_layers, 3, config.num_layers, 5)
+        pages = Pages(*sizes, longest=config.max_seq_len)
         device = torch.device("cpu")
         self.cache = PagedCache(config, pages, device=device, dtype=torch.float64)
         # what nobody wrote is not read

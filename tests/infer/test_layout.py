@@ -85,7 +85,7 @@ def test_the_kernel_for_one_sequence_equals_the_model(name: str, selector: str |
     # a tied head would only repeat the first token
     model, num_tokens, row = make(name, tied_head=False), 4, 1
     config = model.config
-    pages = Pages(40, 2, config.num_layers, 3)
+    pages = Pages(40, 2, config.num_layers, 3, longest=config.max_seq_len)
     cache = PagedCache(config, pages, device=torch.device("cpu"), dtype=torch.float32, by_page=True)
     for pool in (cache.key, cache.value):
         pool.fill_(torch.nan)

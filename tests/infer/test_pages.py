@@ -1,11 +1,28 @@
 import random
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from depthmix.infer.pages import Change, Pages
+from depthmix.infer.pages import Pages
+
+
+def list_tables(pages: Pages) -> list[list[list[int]]]:
+    """By row and layer."""
+    layers = range(pages.num_layers)
+    return [[pages.list_pages(row, layer) for layer in layers] for row in range(pages.num_rows)]
+
+
+def follow(pages: Pages, device: np.ndarray) -> None:
+    """Write what is new into a copy of the tables, as a device has one; then compare them."""
+    places, new = pages.drain_changes()
+    device.reshape(-1)[places] = new
+    for row, tables in enumerate(list_tables(pages)):
+        for layer, table in enumerate(tables):
+            assert table == device[layer, row, : len(table)].tolist()
+    assert len(pages.drain_changes().places) == 0
 
 
 class PagesMachine(RuleBasedStateMachine):
@@ -23,29 +40,25 @@ class PagesMachine(RuleBasedStateMachine):
         self.pages = Pages(num_pages, page_size, num_layers, num_rows)
         self.lengths = [[0] * num_layers for _ in range(num_rows)]
         self.reserved = [0] * num_rows
-        self.device: dict[tuple[int, int, int], int] = {}
-
-    def snapshot(self) -> list[list[list[int]]]:
-        return [[list(table) for table in row] for row in self.pages.tables]
+        self.device = np.full_like(self.pages.tables, -1)
 
     @rule(data=st.data(), num_tokens=st.integers(0, 20))
     def reserve(self, data: st.DataObject, num_tokens: int) -> None:
         pages = self.pages
         row = data.draw(st.integers(0, pages.num_rows - 1))
-        before, num_free = self.snapshot(), pages.num_free
+        before, num_free = list_tables(self.pages), pages.num_free
         missing = sum(
             max(0, -(-(length + num_tokens) // pages.page_size) - len(table))
-            for table, length in zip(pages.tables[row], self.lengths[row], strict=True)
+            for table, length in zip(before[row], self.lengths[row], strict=True)
         )
         assert pages.count_missing(row, num_tokens) == missing
         assert pages.reserve(row, num_tokens) == (missing <= num_free)
         if missing > num_free:
-            assert self.snapshot() == before
+            assert list_tables(self.pages) == before
             return
         assert pages.num_free == num_free - missing
-        for table, length, old in zip(
-            pages.tables[row], self.lengths[row], before[row], strict=True
-        ):
+        after = list_tables(pages)[row]
+        for table, length, old in zip(after, self.lengths[row], before[row], strict=True):
             assert len(table) * pages.page_size >= length + num_tokens
             assert table[: len(old)] == old
         self.reserved[row] = max(self.reserved[row], num_tokens)
@@ -53,18 +66,20 @@ class PagesMachine(RuleBasedStateMachine):
     @rule(data=st.data(), seed=st.integers(0, 2**32))
     def settle(self, data: st.DataObject, seed: int) -> None:
         pages = self.pages
-        row = data.draw(st.integers(0, pages.num_rows - 1))
-        before = self.snapshot()
-        pick = random.Random(seed)
-        stored = [pick.randint(0, self.reserved[row]) for _ in range(pages.num_layers)]
-        pages.settle(row, stored)
-        for layer, count in enumerate(stored):
-            self.lengths[row][layer] += count
-            num_needed = -(-self.lengths[row][layer] // pages.page_size)
-            # what was stored stays where it was
-            assert pages.tables[row][layer] == before[row][layer][:num_needed]
-            assert len(pages.tables[row][layer]) == num_needed
-        self.reserved[row] = 0
+        rows = data.draw(st.lists(st.integers(0, pages.num_rows - 1), unique=True))
+        before = list_tables(pages)
+        pick, layers = random.Random(seed), range(pages.num_layers)
+        stored = [[pick.randint(0, self.reserved[row]) for _ in layers] for row in rows]
+        pages.settle(rows, stored)
+        after = list_tables(pages)
+        for row, counts in zip(rows, stored, strict=True):
+            for layer, count in enumerate(counts):
+                self.lengths[row][layer] += count
+                num_needed = -(-self.lengths[row][layer] // pages.page_size)
+                # what was stored stays where it was
+                assert after[row][layer] == before[row][layer][:num_needed]
+                assert len(after[row][layer]) == num_needed
+            self.reserved[row] = 0
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -72,27 +87,21 @@ class PagesMachine(RuleBasedStateMachine):
         self.pages.release(row)
         self.lengths[row] = [0] * self.pages.num_layers
         self.reserved[row] = 0
-        assert not any(self.pages.tables[row])
+        assert not any(list_tables(self.pages)[row])
 
     @rule()
     def drain(self) -> None:
-        for change in self.pages.drain_changes():
-            for index, page in enumerate(change.pages, change.index):
-                self.device[change.row, change.layer, index] = page
-        for row, tables in enumerate(self.pages.tables):
-            for layer, table in enumerate(tables):
-                assert table == [self.device[row, layer, index] for index in range(len(table))]
-        assert self.pages.drain_changes() == []
+        follow(self.pages, self.device)
 
     @invariant()
     @precondition(lambda self: hasattr(self, "device"))
     def books_balance(self) -> None:
-        owned = [page for row in self.pages.tables for table in row for page in table]
+        owned = [page for row in list_tables(self.pages) for table in row for page in table]
         assert len(set(owned)) == len(owned)
         assert all(0 <= page < self.pages.num_pages for page in owned)
         assert self.pages.num_used == len(owned)
         assert self.pages.num_free == self.pages.num_pages - len(owned)
-        assert self.pages.lengths == self.lengths
+        assert self.pages.lengths.tolist() == self.lengths
 
     def teardown(self) -> None:
         if not hasattr(self, "device"):
@@ -104,7 +113,7 @@ class PagesMachine(RuleBasedStateMachine):
         # every page can still be found: one row takes as many as its layers can share evenly
         most = pages.num_pages // pages.num_layers * pages.page_size
         assert pages.reserve(0, most)
-        owned = {page for table in pages.tables[0] for page in table}
+        owned = {page for table in list_tables(pages)[0] for page in table}
         assert len(owned) == pages.num_pages - pages.num_pages % pages.num_layers
 
 
@@ -127,7 +136,7 @@ class PromisesMachine(RuleBasedStateMachine):
         self.lengths = [[0] * num_layers for _ in range(num_rows)]
         # tokens of the steps of each row, the oldest first
         self.flights: list[list[int]] = [[] for _ in range(num_rows)]
-        self.device: dict[tuple[int, int, int], int] = {}
+        self.device = np.full_like(self.pages.tables, -1)
 
     def draw_row(self, data: st.DataObject) -> int:
         return data.draw(st.integers(0, self.pages.num_rows - 1))
@@ -138,7 +147,7 @@ class PromisesMachine(RuleBasedStateMachine):
         behind = sum(self.flights[row]) + num_tokens
         missing = sum(
             max(0, -(-(length + behind) // pages.page_size) - len(table))
-            for table, length in zip(pages.tables[row], self.lengths[row], strict=True)
+            for table, length in zip(list_tables(pages)[row], self.lengths[row], strict=True)
         )
         num_free = pages.num_free
         assert pages.count_missing(row, num_tokens) == missing
@@ -148,27 +157,49 @@ class PromisesMachine(RuleBasedStateMachine):
             return
         # more only where there is some ahead
         assert pages.num_free == num_free - missing or pages.ahead
-        for table, length in zip(pages.tables[row], self.lengths[row], strict=True):
+        for table, length in zip(list_tables(pages)[row], self.lengths[row], strict=True):
             assert len(table) * pages.page_size >= length + behind
         if starts:
             pages.promise(row, num_tokens)
             self.flights[row].append(num_tokens)
 
+    @rule(data=st.data(), num_tokens=st.integers(1, 12))
+    def reserve_all(self, data: st.DataObject, num_tokens: int) -> None:
+        """Several rows at once get what each would get alone, where there is enough for all."""
+        pages = self.pages
+        rows = data.draw(st.lists(st.integers(0, pages.num_rows - 1), unique=True, min_size=1))
+        missing, before, num_free = 0, list_tables(pages), pages.num_free
+        for row in rows:
+            behind = sum(self.flights[row]) + num_tokens
+            longest = max(self.lengths[row]) + sum(self.flights[row])
+            behind += max(0, min(pages.ahead, pages.most * pages.page_size - longest - num_tokens))
+            for table, length in zip(before[row], self.lengths[row], strict=True):
+                missing += max(0, -(-(length + behind) // pages.page_size) - len(table))
+        assert pages.reserve_all(rows, num_tokens) == (missing <= num_free)
+        if missing > num_free:
+            assert list_tables(pages) == before
+            return
+        assert pages.num_free == num_free - missing
+        for row in rows:
+            assert pages.room[row] >= num_tokens
+
     @rule(data=st.data(), seed=st.integers(0, 2**32))
     def settle(self, data: st.DataObject, seed: int) -> None:
-        """The oldest step of a row is done."""
-        pages, row = self.pages, self.draw_row(data)
-        if not self.flights[row]:
-            return
-        num_tokens, pick = self.flights[row].pop(0), random.Random(seed)
-        stored = [pick.randint(0, num_tokens) for _ in range(pages.num_layers)]
-        pages.settle(row, stored, num_tokens)
-        left = sum(self.flights[row])
-        for layer, count in enumerate(stored):
-            self.lengths[row][layer] += count
-            # nothing is kept that no step may fill
-            most = self.lengths[row][layer] + left + pages.ahead
-            assert len(pages.tables[row][layer]) <= -(-most // pages.page_size)
+        """The oldest step of some rows is done."""
+        pages, pick = self.pages, random.Random(seed)
+        drawn = data.draw(st.lists(st.integers(0, pages.num_rows - 1), unique=True))
+        rows = [row for row in drawn if self.flights[row]]
+        counts = [self.flights[row].pop(0) for row in rows]
+        layers = range(pages.num_layers)
+        stored = [[pick.randint(0, count) for _ in layers] for count in counts]
+        pages.settle(rows, stored, counts)
+        for row, own in zip(rows, stored, strict=True):
+            left = sum(self.flights[row])
+            for layer, count in enumerate(own):
+                self.lengths[row][layer] += count
+                # nothing is kept that no step may fill
+                most = self.lengths[row][layer] + left + pages.ahead
+                assert pages.counts[row, layer] <= -(-most // pages.page_size)
 
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
@@ -182,30 +213,28 @@ class PromisesMachine(RuleBasedStateMachine):
         row = self.draw_row(data)
         self.pages.release(row)
         self.lengths[row], self.flights[row] = [0] * self.pages.num_layers, []
-        assert not any(self.pages.tables[row])
+        assert not any(list_tables(self.pages)[row])
 
     @rule()
     def drain(self) -> None:
-        for change in self.pages.drain_changes():
-            for index, page in enumerate(change.pages, change.index):
-                self.device[change.row, change.layer, index] = page
-        for row, tables in enumerate(self.pages.tables):
-            for layer, table in enumerate(tables):
-                assert table == [self.device[row, layer, index] for index in range(len(table))]
+        follow(self.pages, self.device)
 
     @invariant()
     @precondition(lambda self: hasattr(self, "device"))
     def books_balance(self) -> None:
         pages = self.pages
-        owned = [page for row in pages.tables for table in row for page in table]
+        owned = [page for row in list_tables(pages) for table in row for page in table]
         assert len(set(owned)) == len(owned)
         assert pages.num_free == pages.num_pages - len(owned) >= 0
-        assert pages.lengths == self.lengths
+        assert pages.lengths.tolist() == self.lengths
         assert pages.promised == [sum(flights) for flights in self.flights]
-        for tables, lengths, left in zip(pages.tables, self.lengths, pages.promised, strict=True):
-            for table, length in zip(tables, lengths, strict=True):
-                # whatever the steps under way store, there is room for it
-                assert len(table) * pages.page_size >= length + left
+        for row, lengths in enumerate(self.lengths):
+            # whatever the steps under way store, there is room for it
+            left = [
+                len(table) * pages.page_size - length - pages.promised[row]
+                for table, length in zip(list_tables(pages)[row], lengths, strict=True)
+            ]
+            assert pages.room[row] == min(left) >= 0
 
     def teardown(self) -> None:
         if hasattr(self, "device"):
@@ -226,9 +255,9 @@ def test_layers_of_a_row_grow_apart() -> None:
     pages = Pages(num_pages=12, page_size=4, num_layers=2, num_rows=2)
     assert pages.reserve(1, 9)
     assert pages.num_used == 6
-    pages.settle(1, [9, 2])
-    assert pages.lengths == [[0, 0], [9, 2]]
-    assert [len(table) for table in pages.tables[1]] == [3, 1]
+    pages.settle([1], [[9, 2]])
+    assert pages.lengths.tolist() == [[0, 0], [9, 2]]
+    assert pages.counts.tolist() == [[0, 0], [3, 1]]
     assert pages.num_used == 4
     # three more fit into the first layer's last page, two into the second's
     assert pages.count_missing(1, 2) == 0
@@ -241,24 +270,64 @@ def test_rows_that_decode_together_get_pages_that_follow_each_other() -> None:
     for _ in range(10):
         for row in range(4):
             assert pages.reserve(row, 1)
-            pages.settle(row, [1, 1, 1])
-    for row in pages.tables:
+            pages.settle([row], [[1, 1, 1]])
+    for row in list_tables(pages):
         for table in row:
             assert table == list(range(table[0], table[0] + 5))
 
 
+def test_rows_that_grow_together_get_pages_that_follow_each_other() -> None:
+    pages = Pages(num_pages=60, page_size=2, num_layers=3, num_rows=4)
+    rows = [2, 0, 3, 1]
+    for step in range(10):
+        if step % 2 == 0:
+            assert pages.reserve_all(rows, 1)
+        pages.settle(rows, [[1, 1, 1]] * 4)
+    for row in list_tables(pages):
+        for table in row:
+            assert table == list(range(table[0], table[0] + 5))
+    assert not pages.reserve_all([1], 1)
+
+
+def test_many_pages_are_neighbours_where_their_own_place_is_taken() -> None:
+    """A long prompt has more pages than lie between two places."""
+    pages = Pages(num_pages=600, page_size=1, num_layers=3, num_rows=20)
+    for row in (0, 1):
+        assert pages.reserve(row, 50)
+        for table in list_tables(pages)[row]:
+            assert table == list(range(table[0], table[0] + 50))
+
+
 def test_a_table_that_changes_twice_is_told_as_it_is_now() -> None:
     pages = Pages(num_pages=4, page_size=1, num_layers=1, num_rows=2)
+    device = np.full_like(pages.tables, -1)
     assert pages.reserve(0, 2)
-    first = pages.drain_changes()
-    assert first == [Change(0, 0, 0, pages.tables[0][0])]
+    assert pages.drain_changes().places.tolist() == [0, 1]
+    device[0, 0, :2] = pages.list_pages(0, 0)
     assert pages.reserve(0, 3)
     pages.release(0)
     assert pages.reserve(1, 2)
     assert pages.reserve(0, 1)
-    for change in pages.drain_changes():
-        assert change.pages == pages.tables[change.row][change.layer][change.index :]
-    assert pages.drain_changes() == []
+    follow(pages, device)
+    everything = pages.list_everything()
+    assert everything.places.tolist() == [0, 4, 5]
+    assert everything.pages.tolist() == pages.list_pages(0, 0) + pages.list_pages(1, 0)
+
+
+def test_tables_get_nothing_ahead_beyond_the_longest_row() -> None:
+    """The entry behind a table's end is the next row's first."""
+    pages = Pages(num_pages=40, page_size=4, num_layers=2, num_rows=2, ahead=6, longest=12)
+    assert pages.tables.shape == (2, 2, 3)
+    assert pages.reserve(0, 4)
+    assert pages.counts[0].tolist() == [3, 3]
+    pages.settle([0], [[4, 1]])
+    assert pages.reserve(0, 8)
+    # the second layer has room for as many as may still come, and no more
+    assert pages.counts[0].tolist() == [3, 3]
+    assert pages.reserve(1, 12)
+    assert pages.counts[1].tolist() == [3, 3]
+    with pytest.raises(AssertionError, match="more tokens than the longest"):
+        pages.reserve(0, 9)
 
 
 def test_tokens_under_way_keep_their_pages() -> None:
@@ -269,12 +338,12 @@ def test_tokens_under_way_keep_their_pages() -> None:
     assert pages.count_missing(0, 1) == 2
     assert pages.reserve(0, 1)
     pages.promise(0, 1)
-    pages.settle(0, [4, 1], promised=4)
+    pages.settle([0], [[4, 1]], [4])
     # the first layer may store a fifth token; in the second there is room for it
-    assert [len(table) for table in pages.tables[0]] == [2, 1]
-    assert pages.lengths[0] == [4, 1]
-    pages.settle(0, [0, 1], promised=1)
-    assert [len(table) for table in pages.tables[0]] == [1, 1]
+    assert pages.counts.tolist() == [[2, 1]]
+    assert pages.lengths.tolist() == [[4, 1]]
+    pages.settle([0], [[0, 1]], [1])
+    assert pages.counts.tolist() == [[1, 1]]
     assert pages.promised == [0]
 
 
@@ -285,7 +354,7 @@ def test_a_step_that_came_to_nothing_is_taken_back() -> None:
     pages.withdraw(0, 5)
     assert pages.promised == [0]
     assert pages.count_missing(0, 5) == 0
-    pages.settle(0, [0, 0])
+    pages.settle([0], [[0, 0]])
     assert pages.num_used == 0
 
 
@@ -294,15 +363,6 @@ def test_more_cannot_be_promised_than_was_reserved() -> None:
     assert pages.reserve(0, 4)
     with pytest.raises(AssertionError, match="without a reservation"):
         pages.promise(0, 5)
-
-
-def test_free_pages_are_listed_once_however_often_they_come_back() -> None:
-    pages = Pages(num_pages=4, page_size=1, num_layers=1, num_rows=1)
-    for _ in range(20):
-        assert pages.reserve(0, 4)
-        pages.settle(0, [0])
-    # a list that grew with every step would be noticed only after hours
-    assert len(pages._stack) <= 4
 
 
 def test_the_worst_case_counts_every_layer() -> None:
@@ -316,7 +376,7 @@ def test_storing_more_than_was_reserved_is_caught() -> None:
     pages = Pages(num_pages=12, page_size=4, num_layers=2, num_rows=1)
     assert pages.reserve(0, 1)
     with pytest.raises(AssertionError, match="without a reservation"):
-        pages.settle(0, [1, 5])
+        pages.settle([0], [[1, 5]])
 
 
 @pytest.mark.parametrize("name", ["num_pages", "page_size", "num_layers", "num_rows"])

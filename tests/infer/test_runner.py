@@ -30,7 +30,8 @@ class Rows:
     ) -> None:
         self.model, self.selector = get_model(name), selector
         config = self.model.config
-        self.pages = Pages(200 * config.num_layers, 3, config.num_layers, len(lengths))
+        sizes = (200 * config.num_layers, 3, config.num_layers, len(lengths))
+        self.pages = Pages(*sizes, longest=config.max_seq_len)
         self.runner = Runner(self.model, self.pages, selector, record=record)
         self.tokens = [make_tokens(config, n, seed=row) for row, n in enumerate(lengths)]
         self.done = [0] * len(lengths)
@@ -46,8 +47,7 @@ class Rows:
             asks = self.done[row] == len(self.tokens[row])
             works.append(Work(Chunk(row, row, start, count, asks), tokens))
         found = self.runner.run(works)
-        for row, outcome in zip(counts, found, strict=True):
-            self.pages.settle(row, outcome.stored)
+        self.pages.settle(list(counts), [done.stored for done in found])
         return found
 
     def compute(self, row: int) -> Output:

@@ -129,8 +129,9 @@ class Simulation:
         assert chunk.start < end <= model.num_known
         assert chunk.count <= size
         assert chunk.samples == (end == model.num_known)
-        for table, length in zip(self.pages.tables[chunk.row], model.lengths, strict=True):
-            assert len(table) * self.pages.page_size >= length + chunk.count
+        num_pages = self.pages.counts[chunk.row].tolist()
+        for owned, length in zip(num_pages, model.lengths, strict=True):
+            assert owned * self.pages.page_size >= length + chunk.count
         if self.scheduler.invariant:
             assert chunk.start // size == (end - 1) // size
             known = model.num_prompt if chunk.start < model.num_prompt else chunk.start + 1
@@ -144,31 +145,33 @@ class Simulation:
         assert self.scheduler.num_running == len(rows)
         assert self.scheduler.num_waiting == len(self.alive) - len(rows)
         empty = set(range(self.pages.num_rows)) - set(rows)
-        assert not any(table for row in empty for table in self.pages.tables[row])
+        assert not any(self.pages.count_owned(row) for row in empty)
 
-    def settle(self, chunk: Chunk, stored: list[int]) -> None:
-        self.scheduler.settle(chunk, stored)
-        model = self.alive.get(chunk.key)
-        if model is None:
-            return
-        model.num_computed += chunk.count
-        model.chunks.append((chunk.start, chunk.count))
-        model.lengths = [a + b for a, b in zip(model.lengths, stored, strict=True)]
-        assert self.pages.lengths[chunk.row] == model.lengths
-        if chunk.samples and model.num_known < model.max_known:
-            self.scheduler.append(chunk.key)
-            model.num_known += 1
-        elif chunk.samples:
-            self.remove(chunk.key)
+    def settle(self, chunks: list[Chunk], stored: list[list[int]]) -> None:
+        self.scheduler.settle(chunks, stored)
+        for chunk, counts in zip(chunks, stored, strict=True):
+            model = self.alive.get(chunk.key)
+            if model is None:
+                continue
+            model.num_computed += chunk.count
+            model.chunks.append((chunk.start, chunk.count))
+            model.lengths = [a + b for a, b in zip(model.lengths, counts, strict=True)]
+            assert self.pages.lengths[chunk.row].tolist() == model.lengths
+            if chunk.samples and model.num_known < model.max_known:
+                self.scheduler.append(chunk.key)
+                model.num_known += 1
+            elif chunk.samples:
+                self.remove(chunk.key)
 
     def step(self, pick: random.Random, share: float) -> list[Chunk]:
         """Plan and compute, with each token stored by a layer with probability `share`."""
         chunks = self.plan()
-        for chunk in chunks:
-            tokens = range(chunk.count)
-            num_layers = self.pages.num_layers
-            stored = [sum(pick.random() < share for _ in tokens) for _ in range(num_layers)]
-            self.settle(chunk, stored)
+        layers = range(self.pages.num_layers)
+        stored = [
+            [sum(pick.random() < share for _ in range(chunk.count)) for _ in layers]
+            for chunk in chunks
+        ]
+        self.settle(chunks, stored)
         return chunks
 
     def finish(self, pick: random.Random, share: float) -> None:
@@ -235,8 +238,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.simulation is not None
         chunks = self.simulation.plan()
         self.simulation.remove(data.draw(st.sampled_from([chunk.key for chunk in chunks])))
-        for chunk in chunks:
-            self.simulation.settle(chunk, [chunk.count] * self.simulation.pages.num_layers)
+        num_layers = self.simulation.pages.num_layers
+        self.simulation.settle(chunks, [[chunk.count] * num_layers for chunk in chunks])
 
     def teardown(self) -> None:
         if self.simulation is not None:
@@ -440,8 +443,7 @@ def test_a_chunk_without_budget_preempts_nobody_and_is_not_overtaken() -> None:
     for keys in ([0, 1, 2, 3, 4], [5, 6]):
         chunks = scheduler.plan()
         assert [chunk.key for chunk in chunks] == keys
-        for chunk in chunks:
-            scheduler.settle(chunk, [chunk.count] * 2)
+        scheduler.settle(chunks, [[chunk.count] * 2 for chunk in chunks])
     for key in range(5):
         scheduler.append(key)
     # three tokens are left: sequence 6 has only one to compute, sequence 5 a chunk of four
@@ -455,7 +457,7 @@ def test_a_sequence_whose_token_is_not_known_yet_rests() -> None:
         scheduler.add(key, 1, 1)
         (chunk,) = scheduler.plan()
         assert chunk == Chunk(key, key, 0, 1, True)
-        scheduler.settle(chunk, [1, 1])
+        scheduler.settle([chunk], [[1, 1]])
     assert scheduler.plan() == []
     scheduler.append(0)
     scheduler.append(1)
@@ -469,7 +471,7 @@ def test_the_chunk_of_a_removed_sequence_means_nothing_to_a_new_one_of_its_key()
     (chunk,) = scheduler.plan()
     scheduler.remove(0)
     scheduler.add(0, 7, 1)
-    scheduler.settle(chunk, [5, 5])
+    scheduler.settle([chunk], [[5, 5]])
     assert scheduler.plan() == [Chunk(0, 0, 0, 7, True)]
 
 
@@ -486,7 +488,7 @@ def test_settling_a_chunk_twice_is_caught() -> None:
     simulation.add(5, 1)
     (chunk,) = store_all(simulation)
     with pytest.raises(AssertionError, match="settled twice"):
-        simulation.scheduler.settle(chunk, [0, 0])
+        simulation.scheduler.settle([chunk], [[0, 0]])
 
 
 def test_a_sequence_that_can_never_run_is_refused() -> None:
@@ -622,28 +624,28 @@ class Flights:
                 continue
             num_left = traveller.num_started - traveller.num_computed
             assert self.pages.promised[traveller.row] == num_left
-            tables = self.pages.tables[traveller.row]
-            for table, length in zip(tables, traveller.lengths, strict=True):
-                assert len(table) * self.pages.page_size >= length + num_left
+            num_pages = self.pages.counts[traveller.row].tolist()
+            for owned, length in zip(num_pages, traveller.lengths, strict=True):
+                assert owned * self.pages.page_size >= length + num_left
         empty = set(range(self.pages.num_rows)) - set(rows)
-        assert not any(table for row in empty for table in self.pages.tables[row])
+        assert not any(self.pages.count_owned(row) for row in empty)
 
     def settle(self, *, may_stop: bool = True) -> None:
         """The oldest step is done: first all its books, then its tokens, as the engine does it."""
-        chunks = self.steps.popleft()
-        for chunk in chunks:
-            tokens, num_layers = range(chunk.count), self.pages.num_layers
-            stored = [
-                sum(self.pick.random() < self.share for _ in tokens) for _ in range(num_layers)
-            ]
-            # ignored where it was removed
-            self.scheduler.settle(chunk, stored)
+        chunks, layers = self.steps.popleft(), range(self.pages.num_layers)
+        stored = [
+            [sum(self.pick.random() < self.share for _ in range(chunk.count)) for _ in layers]
+            for chunk in chunks
+        ]
+        # ignored where somebody was removed
+        self.scheduler.settle(chunks, stored)
+        for chunk, counts in zip(chunks, stored, strict=True):
             traveller = self.alive.get(chunk.key)
             if traveller is None:
                 continue
             traveller.num_computed += chunk.count
-            traveller.lengths = [a + b for a, b in zip(traveller.lengths, stored, strict=True)]
-            assert self.pages.lengths[chunk.row] == traveller.lengths
+            traveller.lengths = [a + b for a, b in zip(traveller.lengths, counts, strict=True)]
+            assert self.pages.lengths[chunk.row].tolist() == traveller.lengths
         for chunk in chunks:
             traveller = self.alive.get(chunk.key)
             if traveller is None or not chunk.samples:
@@ -755,10 +757,10 @@ def test_a_token_that_is_not_drawn_yet_is_planned() -> None:
         [],
     ]
     for (chunk,) in plans[:2]:
-        scheduler.settle(chunk, [1, 1])
+        scheduler.settle([chunk], [[1, 1]])
         scheduler.append(0)
     assert scheduler.pages.promised[0] == 1
-    scheduler.settle(plans[2][0], [1, 0])
+    scheduler.settle(plans[2], [[1, 0]])
     assert scheduler.plan() == []
     scheduler.remove(0)
     assert scheduler.pages.num_used == 0
@@ -774,8 +776,8 @@ def test_nobody_under_way_gives_way() -> None:
     scheduler.start(chunks)
     assert scheduler.plan() == []
     assert scheduler.num_preempted == 0
+    scheduler.settle(chunks, [[8, 8], [8, 8]])
     for chunk in chunks:
-        scheduler.settle(chunk, [8, 8])
         scheduler.append(chunk.key)
     assert [chunk.key for chunk in scheduler.plan()] == [0]
     assert scheduler.num_preempted == 1
@@ -789,7 +791,7 @@ def test_steps_that_failed_are_planned_again(restart: bool) -> None:
     for _ in range(3):
         steps.append(scheduler.plan())
         scheduler.start(steps[-1])
-    scheduler.settle(steps[0][0], [8, 3])
+    scheduler.settle(steps[0], [[8, 3]])
     for (chunk,) in reversed(steps[1:]):
         scheduler.abandon(chunk, restart=restart)
     assert scheduler.pages.promised[0] == 0

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthmix.infer import Engine, Event, Sample, SamplingParams
+from depthmix.infer.pages import Stored
 from depthmix.infer.runner import Done, Runner
 from depthmix.infer.scheduler import Chunk
 from depthmix.infer.steps import Work
@@ -85,13 +86,14 @@ class Watcher:
                     self.logits[work.chunk.key].append(outcome.logits.clone())
             return done
 
-        def watch_settle(chunk: Chunk, stored: Sequence[int]) -> None:
-            settle(chunk, stored)
-            lengths = list(pages.lengths[chunk.row])
-            self.lengths[chunk.key].append((chunk.start + chunk.count, lengths))
-            # nothing is kept beyond the tokens that are stored
-            owned = [len(table) for table in pages.tables[chunk.row]]
-            assert owned == [-(-length // pages.page_size) for length in lengths]
+        def watch_settle(chunks: Sequence[Chunk], stored: Stored) -> None:
+            settle(chunks, stored)
+            for chunk in chunks:
+                lengths = pages.lengths[chunk.row].tolist()
+                self.lengths[chunk.key].append((chunk.start + chunk.count, lengths))
+                # nothing is kept beyond the tokens that are stored
+                owned = pages.counts[chunk.row].tolist()
+                assert owned == [-(-length // pages.page_size) for length in lengths]
 
         engine.runner.run = watch_run
         engine.scheduler.settle = watch_settle
@@ -353,10 +355,10 @@ def test_pages_hold_routed_tokens_only(name: str) -> None:
     pages, pools = engine.pages, engine.runner.cache
     for index, layer in enumerate(plain.layers):
         length = int(layer.lengths[0])
-        assert pages.lengths[1][index] == length
-        assert len(pages.tables[1][index]) == -(-length // 3)
+        assert pages.lengths[1, index] == length
+        assert pages.counts[1, index] == -(-length // 3)
         for pool, expected in ((pools.key, layer.key), (pools.value, layer.value)):
-            found_GSH = pool[:, pages.tables[1][index]].flatten(1, 2)[:, :length]
+            found_GSH = pool[:, pages.list_pages(1, index)].flatten(1, 2)[:, :length]
             torch.testing.assert_close(
                 found_GSH, expected[0, :length].transpose(0, 1), rtol=0, atol=1e-10
             )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from depthmix.config import ModelConfig
 from depthmix.infer.depth import Usage
-from depthmix.infer.pages import Change, Pages
+from depthmix.infer.pages import Changes, Pages
 from depthmix.nn.attention import Place, attend
 
 
@@ -35,12 +35,6 @@ class LayerUse(NamedTuple):
     num_stored: int = 0
     num_pairs: int = 0
     """(query, key) pairs that attention looked at."""
-
-
-def _list_run(pages: list[int]) -> np.ndarray:
-    """Pages of a table, most often neighbours."""
-    first, stop = pages[0], pages[0] + len(pages)
-    return np.arange(first, stop) if pages == list(range(first, stop)) else np.array(pages)
 
 
 def add_uses(
@@ -87,8 +81,7 @@ class PagedCache:
             self.key, self.value = (
                 torch.zeros(shape, device=device, dtype=dtype).transpose(0, 1) for _ in range(2)
             )
-        max_pages = -(-config.max_seq_len // pages.page_size)
-        shape = (config.num_layers, pages.num_rows, max_pages)
+        shape = pages.tables.shape
         self.tables = torch.zeros(shape, device=device, dtype=torch.int32)
         self.lengths = torch.zeros(shape[:2], device=device, dtype=torch.int32)
         """Tokens stored, for steps that never ask the host; true after `send_lengths`."""
@@ -98,17 +91,10 @@ class PagedCache:
         """Memory of one page, keys and values."""
         return 2 * self.key[:, 0].numel() * self.key.element_size()
 
-    def follow(self, changes: Sequence[Change]) -> None:
+    def follow(self, changes: Changes) -> None:
         """Bring the device's tables up to date."""
-        if changes:
-            _, num_rows, most = self.tables.shape
-            starts = [(c.layer * num_rows + c.row) * most + c.index for c in changes]
-            counts = np.array([len(c.pages) for c in changes])
-            # each run counts up from its start
-            first = np.repeat(starts - (counts.cumsum() - counts), counts)
-            places = first + np.arange(len(first))
-            pages = np.concatenate([_list_run(c.pages) for c in changes])
-            new = torch.from_numpy(np.stack([places, pages]))
+        if len(changes.places):
+            new = torch.from_numpy(np.stack(changes))
             if self.tables.is_cuda:
                 # from pinned memory the host need not wait
                 new = new.pin_memory().to(self.tables.device, non_blocking=True)
@@ -118,17 +104,11 @@ class PagedCache:
     def send_tables(self) -> None:
         """Bring all of the device's tables up to date, whatever it was told."""
         self.pages.drain_changes()
-        changes = [
-            Change(layer, row, 0, table)
-            for row, tables in enumerate(self.pages.tables)
-            for layer, table in enumerate(tables)
-            if table
-        ]
-        self.follow(changes)
+        self.follow(self.pages.list_everything())
 
     def send_lengths(self) -> None:
         """Bring the device's lengths up to date with the books."""
-        self.lengths.copy_(torch.tensor(self.pages.lengths, dtype=torch.int32).T)
+        self.lengths.copy_(torch.from_numpy(self.pages.lengths.astype(np.int32)).T)
 
     def view(self, spans: Sequence[Span]) -> "StepCache":
         """The cache as one forward pass over these spans, one after the other, sees it."""
@@ -190,7 +170,7 @@ class PagedLayer:
             if num_keys == 0:
                 continue
             row = self.spans[number].row
-            length = self.cache.pages.lengths[row][self.index]
+            length = int(self.cache.pages.lengths[row, self.index])
             self._write(row, length, key[0, new], value[0, new])
             if num_queries == 0:
                 self.uses[number] = LayerUse(0, num_keys, 0)
@@ -224,7 +204,7 @@ class PagedLayer:
         cache, size = self.cache, self.cache.pages.page_size
         pools = ((cache.key, key), (cache.value, value))
         if key.shape[0] == 1:
-            page = cache.pages.tables[row][self.index][length // size]
+            page = int(cache.pages.tables[self.index, row, length // size])
             for pool, new in pools:
                 pool[:, page, length % size] = new[0]
             return

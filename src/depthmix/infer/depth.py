@@ -6,11 +6,13 @@ logits were asked for. Knows nothing of torch.
 
 from collections.abc import Sequence
 from copy import copy
-from operator import add
 from typing import NamedTuple
 
 from depthmix.config import ModelConfig
 from depthmix.flops import list_blocks, matrix_sizes
+
+# what was used is added up once there is so much of it: many numbers at a time cost less each
+MOST_USES = 256
 
 
 class Usage(NamedTuple):
@@ -87,30 +89,35 @@ class DepthMeter:
         )
         self.paths: list[tuple[bool, ...]] = []
         # what FLOPs are made of, all tokens together
-        self.used = Usage(0, 0, 0, 0, 0, 0, 0)
+        self._uses = [Usage(0, 0, 0, 0, 0, 0, 0)]
         self.num_tokens = self.num_logits = self.num_dense_pairs = 0
 
     def copy(self) -> "DepthMeter":
         """A new one for the same model, to which nothing was added."""
         other = copy(self)
-        other.paths = []
+        other.paths, other._uses = [], [Usage(0, 0, 0, 0, 0, 0, 0)]
         return other
 
     def add(
         self, start: int, paths: Sequence[tuple[bool, ...]], used: Usage, *, num_logits: int
     ) -> None:
         """Tokens from position `start` on were computed, one for each of `paths`."""
-        count = len(paths)
+        count, num_known = len(paths), len(self.paths)
         # tokens that are computed again after a preemption take the same way
-        self.paths += paths[max(0, len(self.paths) - start) :]
-        self.used = Usage(*map(add, self.used, used))
+        self.paths += paths if num_known == start else paths[max(0, num_known - start) :]
+        self._uses.append(used)
+        if len(self._uses) == MOST_USES:
+            self._uses = [self._add_up()]
         self.num_tokens += count
         self.num_logits += num_logits
-        self.num_dense_pairs += self.num_layers * (count * start + count * (count + 1) // 2)
+        self.num_dense_pairs += self.num_layers * count * (2 * start + count + 1) // 2
+
+    def _add_up(self) -> Usage:
+        return Usage(*[sum(column) for column in zip(*self._uses, strict=True)])
 
     def read(self) -> Depth:
         """What was added so far."""
-        used, sizes, count = self.used, self.sizes, self.num_tokens
+        used, sizes, count = self._add_up(), self.sizes, self.num_tokens
         weights = used.num_visits * (sizes.query + sizes.out) + used.num_stored * sizes.key_value
         weights += (used.num_visits - used.num_expert_visits) * sizes.mlp
         weights += used.num_expert_visits * (sizes.expert_router + sizes.expert_predictor)

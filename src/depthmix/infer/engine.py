@@ -21,7 +21,7 @@ from depthmix.infer.results import Event, Finish, Result, Sample, Stats
 from depthmix.infer.runner import Runner, find_obstacle
 from depthmix.infer.sampling import SamplingParams
 from depthmix.infer.scheduler import Chunk, Scheduler
-from depthmix.infer.steps import Flight, Outcome, StepRunner, Work
+from depthmix.infer.steps import Flight, Outcome, Report, StepRunner, Work
 from depthmix.infer.text import TextStream
 from depthmix.infer.track import Track
 from depthmix.nn import Transformer
@@ -110,7 +110,9 @@ class Engine:
             if on_gpu:
                 num_pages = _limit_pages(num_pages, model, page_size)
         ahead = PAGES_AHEAD if on_gpu and record is not False else 0
-        self.pages = Pages(num_pages, page_size, config.num_layers, max_batch, ahead)
+        self.pages = Pages(
+            num_pages, page_size, config.num_layers, max_batch, ahead, config.max_seq_len
+        )
         chunk_tokens = min(chunk_tokens, config.max_seq_len)
         # a whole chunk has room beside those that decode where chunks are never cut
         step_tokens = (
@@ -162,30 +164,7 @@ class Engine:
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Put a request in line; returns its number, which its events carry."""
-        params = SamplingParams() if params is None else params
-        tokens = read_prompt(prompt)
-        max_new = self._check(tokens, params)
-        with self._lock:
-            if not self._tracks:
-                self.runner.check_weights()
-            seed = self._random.getrandbits(62) if params.seed is None else params.seed
-            request, self._num_requests = self._num_requests, self._num_requests + 1
-            for number in range(params.n):
-                key, self._num_keys = self._num_keys, self._num_keys + 1
-                self.scheduler.add(key, len(tokens), max_new - 1)
-                self._tracks[key] = Track(
-                    request=request,
-                    number=number,
-                    params=params,
-                    seed=_wrap(seed + number * SEED_STRIDE),
-                    tokens=list(tokens),
-                    num_prompt=len(tokens),
-                    max_new=max_new,
-                    meter=self._meter.copy(),
-                    stream=TextStream(self.decode, params.stop) if self.decode else None,
-                    seen=self.runner.mark_seen(tokens, params),
-                )
-        return request
+        return self._add(read_prompt(prompt), params)
 
     def cancel(self, request: int) -> list[Event]:
         """End a request's samples where they stand; a request that is done, or never was, is fine.
@@ -213,9 +192,9 @@ class Engine:
                 if not self._steps:
                     return []
                 # others may add and cancel meanwhile
-                outcomes = self._steps[0].flight.wait()
+                report = self._steps[0].flight.wait()
                 with self._lock:
-                    return self._settle(self._steps.popleft().chunks, outcomes)
+                    return self._settle(self._steps.popleft().chunks, report)
             except BaseException:
                 with self._lock:
                     self._abandon()
@@ -237,7 +216,7 @@ class Engine:
         tokens = [read_prompt(prompt) for prompt in prompts]
         try:
             for prompt, wish in zip(tokens, params, strict=True):
-                samples[self.add(prompt, wish)] = {}
+                samples[self._add(prompt, wish)] = {}
             while self.has_work:
                 for event in self.step():
                     if event.result is not None:
@@ -265,6 +244,31 @@ class Engine:
                 cache_bytes_peak=each * self._peak_pages,
                 cache_bytes_total=each * self.pages.num_pages,
             )
+
+    def _add(self, tokens: list[int], params: SamplingParams | None) -> int:
+        params = SamplingParams() if params is None else params
+        max_new = self._check(tokens, params)
+        with self._lock:
+            if not self._tracks:
+                self.runner.check_weights()
+            seed = self._random.getrandbits(62) if params.seed is None else params.seed
+            request, self._num_requests = self._num_requests, self._num_requests + 1
+            for number in range(params.n):
+                key, self._num_keys = self._num_keys, self._num_keys + 1
+                self.scheduler.add(key, len(tokens), max_new - 1)
+                self._tracks[key] = Track(
+                    request=request,
+                    number=number,
+                    params=params,
+                    seed=_wrap(seed + number * SEED_STRIDE),
+                    tokens=list(tokens),
+                    num_prompt=len(tokens),
+                    max_new=max_new,
+                    meter=self._meter.copy(),
+                    stream=TextStream(self.decode, params.stop) if self.decode else None,
+                    seen=self.runner.mark_seen(tokens, params),
+                )
+        return request
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Refuse what can never be done; returns how many tokens may come."""
@@ -314,19 +318,19 @@ class Engine:
             raise
         self._steps.append(_Step(chunks, flight))
 
-    def _settle(self, chunks: list[Chunk], outcomes: Sequence[Outcome]) -> list[Event]:
+    def _settle(self, chunks: list[Chunk], report: Report) -> list[Event]:
+        self.scheduler.settle(chunks, report.stored)
+        self._peak_pages = max(self._peak_pages, self.pages.num_used)
         events = []
-        for chunk, outcome in zip(chunks, outcomes, strict=True):
-            track = self._tracks.get(chunk.key)
+        for chunk, outcome in zip(chunks, report.outcomes, strict=True):
+            key, _, start, _, samples = chunk
+            track = self._tracks.get(key)
             if track is None:
                 # it ended while the step was under way
                 continue
-            self.scheduler.settle(chunk, outcome.stored)
-            track.meter.add(chunk.start, outcome.paths, outcome.used, num_logits=int(chunk.samples))
-        self._peak_pages = max(self._peak_pages, self.pages.num_used)
-        for chunk, outcome in zip(chunks, outcomes, strict=True):
-            if chunk.samples and chunk.key in self._tracks:
-                events.append(self._take(chunk.key, outcome))
+            track.meter.add(start, outcome.paths, outcome.used, num_logits=samples)
+            if samples:
+                events.append(self._take(key, track, outcome))
         return events
 
     def _abandon(self) -> None:
@@ -339,9 +343,9 @@ class Engine:
         for chunk in chunks:
             self.scheduler.abandon(chunk, restart=not self.runner.can_retry)
 
-    def _take(self, key: int, outcome: Outcome) -> Event:
+    def _take(self, key: int, track: Track, outcome: Outcome) -> Event:
         """A sequence has a new token: tell it, and see whether it was the last."""
-        track, path, token = self._tracks[key], outcome.paths[-1], outcome.token
+        path, token = outcome.paths[-1], outcome.token
         assert token is not None
         try:
             text, finish = track.take(token, outcome.logprob, outcome.top)

@@ -7,9 +7,9 @@ padded to. Knows nothing of requests, and does not decide who is in a step.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,12 +17,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthmix.config import ModelConfig
-from depthmix.infer.cache import LayerUse, PagedCache, add_uses
+from depthmix.infer.cache import PagedCache
 from depthmix.infer.depth import Usage
 from depthmix.infer.layout import find_stacks, make_rules
-from depthmix.infer.pages import Pages
+from depthmix.infer.pages import Pages, find_rows
 from depthmix.infer.sampling import SamplingParams, Wish, pack_settings, top_logprobs
-from depthmix.infer.steps import Flight, Outcome, Ready, Work
+from depthmix.infer.steps import Flight, Outcome, Ready, Report, Work
 from depthmix.kernels.compiling import compile_ahead
 from depthmix.kernels.decode.blocks import Blocks, Pools, Tokens
 from depthmix.kernels.decode.draw import Drawer, DrawState
@@ -36,8 +36,8 @@ DEPTH, NUM_STAGES = 2, 3
 SIZES = (32, 64, 96, 128, 192, 256)
 # chunks of each kind are padded to one of these
 CHUNKS = (0, 4, 16, 64, 256)
-# tokens from which on their ways through the routed blocks are looked up by their bits
-FEW_PATHS = 64
+# ways through the routed blocks that are remembered; a model of many blocks has more than memory
+MOST_WAYS = 1 << 16
 
 
 class Shape(NamedTuple):
@@ -52,6 +52,17 @@ class Shape(NamedTuple):
     @property
     def num_sampled(self) -> int:
         return self.num_alone + self.num_chunks
+
+
+class Stage(NamedTuple):
+    """Memory of the host for one turn of a step, whole and part by part."""
+
+    inputs: Tensor
+    parts: list[np.ndarray]
+    told: Tensor
+    token: np.ndarray
+    logprob: np.ndarray
+    taken: np.ndarray
 
 
 class Step:
@@ -71,11 +82,15 @@ class Step:
         if num_chunks == 1:
             self.tokens.chunk_row.zero_()
         # tokens, log-probabilities, and who took which block: in one piece for the host
-        self.sizes = [8 * shape.num_sampled, 4 * shape.num_sampled, num_routes * num_tokens]
-        self.told = torch.zeros(sum(self.sizes), device=device, dtype=torch.uint8)
-        token, logprob, taken = self.told.split(self.sizes)
-        self.token, self.logprob = token.view(torch.int64), logprob.view(torch.float32)
-        self.taken = taken.view(num_routes, num_tokens)
+        told_sizes = [8 * num_chunks, 4 * num_chunks, num_routes * num_tokens]
+
+        def split(told: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            token, logprob, taken = told.split(told_sizes)
+            taken = taken.view(num_routes, num_tokens)
+            return token.view(torch.int64), logprob.view(torch.float32), taken
+
+        self.told = torch.zeros(sum(told_sizes), device=device, dtype=torch.uint8)
+        self.token, self.logprob, self.taken = split(self.told)
         self.graphs: dict[tuple[bool, bool, bool], torch.cuda.CUDAGraph] = {}
         self.logits: Tensor | None = None
 
@@ -85,15 +100,20 @@ class Step:
                 for _ in range(NUM_STAGES)
             ]
 
-        # the host writes inputs part by part
+        # the host writes and reads part by part
         self.stages = [
-            (inputs, [part.numpy() for part in inputs.split(sizes)], told)
+            Stage(
+                inputs,
+                [part.numpy() for part in inputs.split(sizes)],
+                told,
+                *(found.numpy() for found in split(told)),
+            )
             for inputs, told in zip(stage(self.inputs), stage(self.told), strict=True)
         ]
         self._turn = 0
 
-    def take_turn(self) -> tuple[Tensor, list[np.ndarray], Tensor]:
-        """Staging memory that no step under way uses: inputs, their parts, and what is told."""
+    def take_turn(self) -> Stage:
+        """Memory that no step under way uses."""
         self._turn = (self._turn + 1) % NUM_STAGES
         return self.stages[self._turn]
 
@@ -102,16 +122,17 @@ class FusedFlight(NamedTuple):
     """A step that is under way."""
 
     runner: "FusedRunner"
-    step: Step
-    works: Sequence[Work]
-    order: list[int]
-    """Where each work's chunk begins among the step's tokens."""
-    told: Tensor
+    works: list[Work]
+    """In the order of the step's tokens: whoever is alone comes first."""
+    order: list[int] | None
+    """The number of each of them among those that were given, where that is another."""
+    begins: list[int]
+    """Where each one's tokens begin."""
+    stage: Stage
     tops: tuple[Tensor, Tensor] | None
     event: torch.cuda.Event | None
 
-    def wait(self) -> list[Outcome]:
-        """What became of its chunks."""
+    def wait(self) -> Report:
         if self.event is not None:
             self.event.synchronize()
         return self.runner.read(self)
@@ -158,9 +179,10 @@ class FusedRunner:
             newest=self.state.tokens,
         )
         self.single = self._make_single()
-        self.routed_layers = config.routed_layers
+        self.routed_layers = np.array(config.routed_layers, dtype=np.int64)
         self.num_dense = config.num_layers - len(config.routed_layers)
         self.steps: dict[Shape, Step] = {}
+        self.ways = Ways()
         # what a step leaves is in buffers of its own, so that graphs can share the rest
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         # the sequence whose settings the device has for a row
@@ -235,7 +257,9 @@ class FusedRunner:
         """Start a step with these chunks; nothing of it is waited for."""
         with self._on_device():
             if self.apart:
-                return Ready([outcome for work in works for outcome in self._launch([work]).wait()])
+                reports = [self._launch([work]).wait() for work in works]
+                outcomes = [outcome for report in reports for outcome in report.outcomes]
+                return Ready(Report(outcomes, np.concatenate([r.stored for r in reports])))
             return self._launch(works)
 
     def _on_device(self) -> AbstractContextManager[object]:
@@ -250,22 +274,23 @@ class FusedRunner:
             self.cache.follow(self.pages.drain_changes())
         shape = self._choose_shape(works)
         step = self._find_step(shape)
-        inputs, parts, told = step.take_turn()
-        order = _fill(step.shape, parts, works)
-        step.inputs.copy_(inputs, non_blocking=True)
-        wishes = [work.wish for work in works if work.wish is not None]
+        stage = step.take_turn()
+        ordered, order = put_alone_first(works)
+        begins = _fill(shape, stage.parts, ordered)
+        step.inputs.copy_(stage.inputs, non_blocking=True)
         self._send_settings(works)
-        plain = all(wish.params.is_plain for wish in wishes)
-        filtered = any(wish.params.filters for wish in wishes)
+        asked = [work.wish.params for work in works if work.wish is not None]
+        plain = all(params.is_plain for params in asked)
+        filtered = any(params.filters for params in asked)
         self._run(step, plain, filtered)
-        most = max((wish.params.logprobs or 0 for wish in wishes), default=0)
+        most = max([params.logprobs or 0 for params in asked], default=0)
         tops = self._find_tops(step, most) if most else None
-        told.copy_(step.told, non_blocking=True)
+        stage.told.copy_(step.told, non_blocking=True)
         event = None
         if self.on_gpu:
             event = torch.cuda.Event()
             event.record()
-        return FusedFlight(self, step, works, order, told, tops, event)
+        return FusedFlight(self, ordered, order, begins, stage, tops, event)
 
     def _choose_shape(self, works: Sequence[Work]) -> Shape:
         num_alone = sum(work.chunk.count == 1 for work in works)
@@ -388,131 +413,109 @@ class FusedRunner:
             found.append(host.copy_(tensor, non_blocking=True))
         return found[0], found[1]
 
-    def read(self, flight: FusedFlight) -> list[Outcome]:
+    def read(self, flight: FusedFlight) -> Report:
         """What the device told of a step that is done."""
-        step, works = flight.step, flight.works
-        token, logprob, taken = flight.told.split(step.sizes)
-        tokens, logprobs = token.view(torch.int64).tolist(), logprob.view(torch.float32).tolist()
-        num_real = sum(work.chunk.count for work in works)
-        taken_RT = taken.view(-1, step.shape.num_tokens).numpy()[:, :num_real]
-        paths = _list_paths(taken_RT)
-        tops = None
+        works, begins, stage = flight.works, flight.begins, flight.stage
+        _, rows, starts, counts, _ = zip(*[work.chunk for work in works], strict=True)
+        taken_RT = stage.taken[:, : begins[-1] + counts[-1]]
+        paths = self.ways.look_up(taken_RT)
+        # keys that a chunk stored in each routed block, and how many lay before them
+        kept_CR = np.add.reduceat(taken_RT, begins, axis=1, dtype=np.int64).T
+        before_CR = self.pages.lengths[find_rows(rows)][:, self.routed_layers]
+        # each query sees those before it and its own
+        num_pairs = np.einsum("cr,cr->c", kept_CR, 2 * before_CR + kept_CR + 1).tolist()
+        num_routed = kept_CR.sum(axis=1).tolist()
+        stored_CL = np.repeat(np.array(counts), self.config.num_layers)
+        stored_CL = stored_CL.reshape(len(works), self.config.num_layers)
+        stored_CL[:, self.routed_layers] = kept_CR
+        # tokens were asked for in the order in which their chunks stand
+        drawn = iter(self._read_drawn(flight, sum(work.wish is not None for work in works)))
+        outcomes, num_dense = [], self.num_dense
+        each = zip(works, begins, starts, counts, num_routed, num_pairs, strict=True)
+        for work, begin, start, count, routed, pairs in each:
+            visits = num_dense * count + routed
+            # what lay before a dense layer's chunk is known even where steps before it are not
+            # settled
+            pairs = (pairs + num_dense * count * (2 * start + count + 1)) // 2
+            used = Usage(visits, routed, 0, visits, routed, pairs, 0)
+            token, logprob, top = (None, 0.0, None) if work.wish is None else next(drawn)
+            outcomes.append(Outcome(token, logprob, top, used, paths[begin : begin + count]))
+        if flight.order is not None:
+            back = np.argsort(flight.order)
+            outcomes, stored_CL = [outcomes[number] for number in back], stored_CL[back]
+        return Report(outcomes, stored_CL)
+
+    def _read_drawn(
+        self, flight: FusedFlight, count: int
+    ) -> Iterable[tuple[int, float, tuple[list[int], list[float]] | None]]:
+        """The tokens that were drawn, their log-probabilities, and the most probable ones."""
+        tops: list[Any] = [None] * count
         if flight.tops is not None:
             tops = list(zip(flight.tops[1].tolist(), flight.tops[0].tolist(), strict=True))
-        # tokens were asked for in the order in which their chunks stand
-        asked = sorted(
-            (flight.order[number], number) for number, work in enumerate(works) if work.wish
-        )
-        place_of = {number: place for place, (_, number) in enumerate(asked)}
-        outcomes = []
-        for number, (work, begin) in enumerate(zip(works, flight.order, strict=True)):
-            chunk = work.chunk
-            own = paths[begin : begin + chunk.count]
-            lengths = self.pages.lengths[chunk.row]
-            if chunk.count == 1:
-                stored, used = self._count_token(chunk.start, own[0], lengths)
-            else:
-                kept = taken_RT[:, begin : begin + chunk.count].sum(axis=1).tolist()
-                stored, used = self._count_chunk(chunk.start, chunk.count, kept, lengths)
-            place = place_of.get(number)
-            drawn = (None, 0.0, None)
-            if place is not None:
-                drawn = (tokens[place], logprobs[place], tops[place] if tops else None)
-            outcomes.append(Outcome(*drawn, stored, used, own))
-        return outcomes
+        stage = flight.stage
+        return zip(stage.token.tolist(), stage.logprob.tolist(), tops, strict=False)
 
-    def _count_token(
-        self, start: int, path: Sequence[bool], lengths: Sequence[int]
-    ) -> tuple[list[int], Usage]:
-        stored = [1] * self.config.num_layers
-        # a query sees what was there and its own key
-        num_pairs, num_taken = self.num_dense * start, 0
-        for layer, runs in zip(self.routed_layers, path, strict=True):
-            if runs:
-                num_pairs += lengths[layer]
-                num_taken += 1
-            else:
-                stored[layer] = 0
-        num_visits = self.num_dense + num_taken
-        pairs = num_pairs + num_visits
-        return stored, Usage(num_visits, num_taken, 0, num_visits, num_taken, pairs, 0)
 
-    def _count_chunk(
-        self, start: int, count: int, kept: Sequence[int], lengths: Sequence[int]
-    ) -> tuple[list[int], Usage]:
-        stored = [count] * self.config.num_layers
-        for layer, number in zip(self.routed_layers, kept, strict=True):
-            stored[layer] = number
-        # what lay before a dense layer's chunk is known even where steps before it are not settled
-        routed = set(self.routed_layers)
-        before = [lengths[i] if i in routed else start for i in range(len(stored))]
-        uses = [
-            LayerUse(n, n, n * length + n * (n + 1) // 2)
-            for n, length in zip(stored, before, strict=True)
-        ]
-        return stored, add_uses(uses, self.routed_layers)
+class Ways(dict[bytes, tuple[bool, ...]]):
+    """Ways through the routed blocks by their bytes; most tokens share theirs with others."""
+
+    def __missing__(self, taken: bytes) -> tuple[bool, ...]:
+        way = self[taken] = tuple(map(bool, taken))
+        return way
+
+    def look_up(self, taken_RT: np.ndarray) -> list[tuple[bool, ...]]:
+        """Each token's way."""
+        num_routes, num_tokens = taken_RT.shape
+        if not num_routes:
+            return [()] * num_tokens
+        if len(self) > MOST_WAYS:
+            self.clear()
+        taken_TR = np.ascontiguousarray(taken_RT.T)
+        return list(map(self.__getitem__, taken_TR.view(f"V{num_routes}")[:, 0].tolist()))
+
+
+def put_alone_first(works: Sequence[Work]) -> tuple[list[Work], list[int] | None]:
+    """The chunks of one token, then all others; and which number each had, if not its own."""
+    counts = [work.chunk.count for work in works]
+    if 1 not in counts[counts.count(1) :]:
+        return list(works), None
+    order = sorted(range(len(works)), key=lambda number: counts[number] > 1)
+    return [works[number] for number in order], order
 
 
 def _fill(shape: Shape, parts: Sequence[np.ndarray], works: Sequence[Work]) -> list[int]:
     """Write a step's inputs; returns where each chunk's tokens begin."""
     given, rows, positions, chunks, begin, chunk_row, count, sampled, num_sampled, to = parts
+    _, row_of, starts, counts, _ = zip(*[work.chunk for work in works], strict=True)
     rows.fill(-1)
     chunk_row.fill(-1)
     to.fill(-1)
-    alone = [number for number, work in enumerate(works) if work.chunk.count == 1]
-    order = [0] * len(works)
-    first = len(alone)
-    # whoever is alone comes first, and is a chunk of its own
-    given[:first] = [works[n].tokens[0] if works[n].tokens else -1 for n in alone]
-    rows[:first] = chunk_row[:first] = [works[n].chunk.row for n in alone]
-    positions[:first] = [works[n].chunk.start for n in alone]
-    chunks[:first] = begin[:first] = np.arange(first)
+    first = counts.count(1)
+    begins = list(range(first))
+    # whoever is alone is a chunk of its own
+    given[:first] = [work.tokens[0] if work.tokens else -1 for work in works[:first]]
+    rows[:first] = chunk_row[:first] = row_of[:first]
+    positions[:first] = starts[:first]
+    chunks[:first] = begin[:first] = begins
     begin[first : shape.num_alone + 1] = first
-    for place, number in enumerate(alone):
-        order[number] = place
     place = shape.num_alone
-    for number, (chunk, tokens, _) in enumerate(works):
-        if chunk.count == 1:
-            continue
-        end = first + chunk.count
-        order[number] = first
+    for (_, row, start, number, _), tokens, _ in works[len(begins) :]:
+        begins.append(first)
+        end = first + number
         given[first:end] = tokens
-        rows[first:end] = chunk_row[place] = chunk.row
-        positions[first:end] = np.arange(chunk.start, chunk.start + chunk.count)
+        rows[first:end] = chunk_row[place] = row
+        positions[first:end] = np.arange(start, start + number)
         chunks[first:end] = place
         first, place = end, place + 1
         begin[place] = end
     begin[place:] = count[0] = first
-    asked = sorted(
-        (order[n] + w.chunk.count - 1, w.chunk.row) for n, w in enumerate(works) if w.wish
-    )
-    num_sampled[0] = len(asked)
-    if asked:
-        sampled[: len(asked)], to[: len(asked)] = zip(*asked, strict=True)
+    # the last token of each chunk that asks for one
+    asked = [number for number, work in enumerate(works) if work.wish is not None]
+    sampled[: len(asked)] = [begins[number] + counts[number] - 1 for number in asked]
     sampled[len(asked) :] = 0
-    return order
-
-
-def _list_paths(taken_RT: np.ndarray) -> list[tuple[bool, ...]]:
-    """Each token's way through the routed blocks; most tokens share theirs with others."""
-    num_routes, num_tokens = taken_RT.shape
-    if not num_routes:
-        return [()] * num_tokens
-    if num_tokens < FEW_PATHS:
-        return [tuple(path) for path in taken_RT.T.astype(bool).tolist()]
-    # a way is a number of as many bits as there are blocks
-    codes = _join_bytes(np.packbits(taken_RT, axis=0))
-    _, places, way_of = np.unique(codes, return_index=True, return_inverse=True)
-    ways = [tuple(way) for way in taken_RT[:, places].T.astype(bool).tolist()]
-    return [ways[number] for number in way_of.tolist()]
-
-
-def _join_bytes(packed_BT: np.ndarray) -> np.ndarray:
-    """One number of each column's bytes, whatever their number."""
-    codes = packed_BT[0].astype(np.int64 if len(packed_BT) < 8 else object)
-    for row in packed_BT[1:]:
-        codes = codes * 256 + row
-    return codes
+    to[: len(asked)] = [row_of[number] for number in asked]
+    num_sampled[0] = len(asked)
+    return begins
 
 
 def find_single_obstacle(config: ModelConfig) -> str | None:

@@ -4,6 +4,7 @@ Owns how weights are stacked, once for a model: whatever engines there are share
 model's own parameters are views of them. Knows nothing of the kernels' inside.
 """
 
+import operator
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -23,19 +24,25 @@ class Stacks:
     def __init__(self, model: Transformer) -> None:
         self.weights = stack_weights(model)
         # where each parameter hangs: walking through a model takes milliseconds
-        self._hooks = [
+        hooks = [
             (module._parameters, name, parameter)
             for module in model.modules()
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
-        self._places = [parameter.data_ptr() for _, _, parameter in self._hooks]
+        self._owners, self._names, self._parameters = zip(*hooks, strict=True)
+        self._places = self._find_places()
 
     def are_current(self) -> bool:
         """Whether no parameter was moved or replaced."""
-        if any(hooks.get(name) is not parameter for hooks, name, parameter in self._hooks):
+        # every request asks, so all of it runs inside the interpreter
+        found = map(dict.get, self._owners, self._names)
+        if not all(map(operator.is_, found, self._parameters)):
             return False
-        return self._places == [parameter.data_ptr() for _, _, parameter in self._hooks]
+        return self._places == self._find_places()
+
+    def _find_places(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._parameters))
 
 
 _STACKED: "WeakKeyDictionary[Transformer, Stacks]" = WeakKeyDictionary()

@@ -4,37 +4,60 @@ A page holds `page_size` tokens of one layer of one row. A routed block stores i
 only, so the layers of a row have lengths of their own, and how long they become is known only
 after a step. Before it, room for the worst case is reserved; after it, what was not needed goes
 back. Steps may be under way while others are planned: their tokens are promised, and room is
-counted behind them. Knows nothing of sequences, of their order or of the device.
+counted behind them. What a step stored is noted for all its rows at once. Knows nothing of
+sequences, of their order or of the device.
 """
 
 from collections.abc import Sequence
-from operator import add
 from typing import NamedTuple
 
+import numpy as np
 
-class Change(NamedTuple):
-    """`tables[row][layer]` has these pages from `index` on."""
+# by row and layer
+Stored = np.ndarray | Sequence[Sequence[int]]
 
-    layer: int
-    row: int
-    index: int
-    pages: list[int]
+
+class Changes(NamedTuple):
+    """New entries of the tables, as they are now."""
+
+    places: np.ndarray
+    """Where each of them stands among all entries of `Pages.tables`, counted flat."""
+    pages: np.ndarray
+
+
+_NOTHING = np.zeros(0, dtype=np.int64)
+NO_CHANGES = Changes(_NOTHING, _NOTHING)
+
+
+class _Tables(NamedTuple):
+    """Some tables, from an entry of each on."""
+
+    row: np.ndarray
+    layer: np.ndarray
+    index: np.ndarray
 
 
 class Pages:
     """The page tables of `num_rows` rows, filled from one pool of `num_pages` pages.
 
-    `tables[row][layer]` are the pages of a layer in the order of its tokens, and
-    `lengths[row][layer]` counts the tokens stored in them. Read them, but change them only
-    through the methods.
+    `tables[layer, row]` begins with the `counts[row, layer]` pages of a layer in the order of its
+    tokens, and `lengths[row, layer]` counts the tokens stored in them. Read them, but change them
+    only through the methods.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, num_layers: int, num_rows: int, ahead: int = 0
+        self,
+        num_pages: int,
+        page_size: int,
+        num_layers: int,
+        num_rows: int,
+        ahead: int = 0,
+        longest: int | None = None,
     ) -> None:
         """Rows that lack pages get room for `ahead` more tokens, as far as pages are free.
 
-        They then need to be looked at less often.
+        They then need to be looked at less often. No row has more than `longest` tokens; unless
+        given, as many as a layer could have if it owned every page.
         """
         for name, value in (
             ("num_pages", num_pages),
@@ -49,25 +72,27 @@ class Pages:
         self.num_layers = num_layers
         self.num_rows = num_rows
         self.ahead = ahead
+        self.most = num_pages if longest is None else -(-longest // page_size)
+        """Pages of the longest table."""
         self.num_free = num_pages
-        self.tables: list[list[list[int]]] = [
-            [[] for _ in range(num_layers)] for _ in range(num_rows)
-        ]
-        self.lengths = [[0] * num_layers for _ in range(num_rows)]
+        # laid out as the device's, so that a place here is one there
+        self.tables = np.zeros((num_layers, num_rows, self.most), dtype=np.int32)
+        self.counts = np.zeros((num_rows, num_layers), dtype=np.int64)
+        self.lengths = np.zeros((num_rows, num_layers), dtype=np.int64)
         self.promised = [0] * num_rows
         """Tokens of each row whose steps are under way."""
-        # so many tokens fit behind those in every layer of the row without a new page, perhaps
-        # more: most steps need to look at nothing else
-        self._room = [0] * num_rows
-        # layers that were given pages that they may not need: only these can have too many
-        self._grown: list[list[int]] = [[] for _ in range(num_rows)]
-        self._owned = bytearray(num_pages)
-        # Every free page is in the stack. A page may be taken without searching it there, so some
-        # of the stack is owned; a page is never in it twice.
-        self._stack = list(range(num_pages))
-        self._stacked = bytearray(b"\1") * num_pages
-        # tables that grew since the last drain, and from where on: layer, row, index
-        self._touched: list[tuple[int, int, int]] = []
+        self.room = [0] * num_rows
+        """Tokens that fit behind those in every layer of each row without a new page."""
+        # one more, which nobody gets: whoever looks for free neighbours stops there
+        self._owned = bytearray(num_pages + 1)
+        self._owned[num_pages] = 1
+        # the same bytes, for many pages at once
+        self._marks = np.frombuffer(self._owned, dtype=np.uint8)
+        # Where to look for a free page: behind the last one that was found so. Low rows are used
+        # first, and their tables grow into what is free behind them, so it begins far from those.
+        self._next = num_pages // 2
+        # tables that grew since the last drain, and from where on
+        self._touched: list[_Tables] = []
 
     @property
     def num_used(self) -> int:
@@ -78,148 +103,189 @@ class Pages:
         """Count the pages of a row in which every layer stores `num_tokens`."""
         return -(-num_tokens // self.page_size) * self.num_layers
 
+    def count_owned(self, row: int) -> int:
+        """Count the pages of a row."""
+        return int(self.counts[row].sum())
+
     def count_missing(self, row: int, num_tokens: int) -> int:
         """Count the pages to get so that every layer has room for `num_tokens` more."""
-        if num_tokens <= self._room[row]:
+        if num_tokens <= self.room[row]:
             return 0
-        return sum(missing for _, missing in self._find_short(row, num_tokens))
+        return int(self._count_short([row], num_tokens)[0].sum())
+
+    def list_pages(self, row: int, layer: int) -> list[int]:
+        """The pages of a layer, in the order of its tokens."""
+        return self.tables[layer, row, : self.counts[row, layer]].tolist()
 
     def reserve(self, row: int, num_tokens: int) -> bool:
         """Make room for `num_tokens` more in every layer: take all the pages, or none and False.
 
         Until they are promised, another reservation counts from the same place.
         """
-        if num_tokens <= self._room[row]:
+        if num_tokens <= self.room[row] or self.reserve_all([row], num_tokens):
             return True
-        short = self._find_short(row, num_tokens)
-        num_missing = sum(missing for _, missing in short)
-        if num_missing > self.num_free:
+        missing, spares = self._count_short([row], num_tokens)
+        if missing.sum() > self.num_free:
             return False
-        if self.ahead and num_missing:
-            more = self._find_short(row, num_tokens + self.ahead)
-            if sum(missing for _, missing in more) <= self.num_free:
-                short, num_tokens = more, num_tokens + self.ahead
-        for layer, missing in short:
-            self._take_pages(row, layer, missing)
-            self._grown[row].append(layer)
-        self._room[row] = max(self._room[row], num_tokens)
+        self._extend([row], missing, spares)
+        return True
+
+    def reserve_all(self, rows: Sequence[int], num_tokens: int) -> bool:
+        """The same for several rows and what is ahead of each, at once."""
+        missing, spares = self._count_short(rows, num_tokens, self.ahead)
+        if missing.sum() > self.num_free:
+            return False
+        self._extend(rows, missing, spares)
         return True
 
     def promise(self, row: int, num_tokens: int) -> None:
         """Note that a step with these reserved tokens is under way."""
-        assert num_tokens <= self._room[row], "tokens were promised without a reservation"
+        assert num_tokens <= self.room[row], "tokens were promised without a reservation"
         self.promised[row] += num_tokens
-        self._room[row] -= num_tokens
+        self.room[row] -= num_tokens
 
-    def settle(self, row: int, stored: Sequence[int], promised: int = 0) -> None:
-        """Note that layer l stored `stored[l]` more tokens, out of `promised` that were under way.
+    def settle(
+        self,
+        rows: Sequence[int],
+        stored: Stored,
+        promised: Sequence[int] | None = None,
+    ) -> None:
+        """Note that layer l of rows[i] stored `stored[i][l]` more tokens; a row comes once.
 
-        Pages that neither hold tokens nor wait for promised ones, or for those ahead, go back.
+        They are out of `promised[i]` tokens that were under way. Pages that neither hold tokens nor
+        wait for promised ones, or for those ahead, go back.
         """
-        most = max(stored)
-        assert len(stored) == self.num_layers, "a count for every layer"
-        assert most <= self._room[row] + promised, "tokens were stored without a reservation"
-        lengths = self.lengths[row]
-        lengths[:] = map(add, lengths, stored)
-        self.promised[row] -= promised
-        room = self._room[row] + promised - most
-        if self._grown[row]:
-            size, promised, grown = self.page_size, self.promised[row], []
-            for layer in self._grown[row]:
-                table, length = self.tables[row][layer], lengths[layer]
-                needed = -(-(length + promised + self.ahead) // size)
-                if len(table) > needed:
-                    self._free_pages(table[needed:])
-                    del table[needed:]
-                if len(table) * size - length >= size:
-                    grown.append(layer)
-                room = min(room, len(table) * size - length - promised)
-            self._grown[row] = grown
-        self._room[row] = room
+        if not rows:
+            return
+        if promised is not None:
+            for row, count in zip(rows, promised, strict=True):
+                self.promised[row] -= count
+        at, left = find_rows(rows), np.array([self.promised[row] for row in rows])
+        self.lengths[at] += stored
+        spares = self.counts[at] * self.page_size
+        spares -= self.lengths[at]
+        spares -= left[:, None]
+        assert spares.min() >= 0, "tokens were stored without a reservation"
+        if spares.max() >= self.ahead + self.page_size:
+            extra = np.maximum(spares - self.ahead, 0) // self.page_size
+            spares -= extra * self.page_size
+            for number in np.flatnonzero(extra.any(axis=1)).tolist():
+                self._cut_tables(rows[number], self.counts[rows[number]] - extra[number])
+        for row, room in zip(rows, spares.min(axis=1).tolist(), strict=True):
+            self.room[row] = room
 
     def withdraw(self, row: int, promised: int) -> None:
         """Note that a step that was under way stored nothing that counts."""
         self.promised[row] -= promised
-        self._room[row] += promised
+        self.room[row] += promised
 
     def release(self, row: int) -> None:
         """Take everything back from a row: its layers are empty."""
-        for table in self.tables[row]:
-            self._free_pages(table)
-            table.clear()
-        self.lengths[row][:] = [0] * self.num_layers
-        self.promised[row] = 0
-        self._room[row] = 0
-        self._grown[row].clear()
+        self._cut_tables(row, np.zeros_like(self.counts[row]))
+        self.lengths[row] = 0
+        self.promised[row] = self.room[row] = 0
 
-    def drain_changes(self) -> list[Change]:
-        """List the new entries of the tables since the last call.
+    def drain_changes(self) -> Changes:
+        """The new entries of the tables since the last call.
 
         A page that went back leaves its entry behind in the device's tables, past the length of
-        its layer. A table that grew more than once may be listed as often, always as it is now.
+        its layer. An entry that is new more than once may be listed as often.
         """
         touched, self._touched = self._touched, []
-        changes = (
-            Change(layer, row, index, self.tables[row][layer][index:])
-            for layer, row, index in touched
-        )
-        return [change for change in changes if change.pages]
+        if not touched:
+            return NO_CHANGES
+        return self._list_entries(*map(np.concatenate, zip(*touched, strict=True)))
 
-    def _find_short(self, row: int, num_tokens: int) -> list[tuple[int, int]]:
-        """List the layers without room for `num_tokens` more, and the pages that each lacks."""
-        size, ahead = self.page_size, self.promised[row]
-        spares = [
-            len(table) * size - length - ahead
-            for table, length in zip(self.tables[row], self.lengths[row], strict=True)
-        ]
-        # the bound was careful, here it is exact for free
-        self._room[row] = min(spares)
-        return [
-            (layer, -((spare - num_tokens) // size))
-            for layer, spare in enumerate(spares)
-            if spare < num_tokens
-        ]
+    def list_everything(self) -> Changes:
+        """All entries of all tables, as if they were new."""
+        row, layer = np.indices(self.counts.shape).reshape(2, -1)
+        return self._list_entries(row, layer, np.zeros_like(row))
 
-    def _take_pages(self, row: int, layer: int, count: int) -> None:
-        """Append free pages to a table, the neighbours of its last page where those are free.
+    def _list_entries(self, row: np.ndarray, layer: np.ndarray, index: np.ndarray) -> Changes:
+        """The entries of these tables from `index` on."""
+        counts = np.maximum(self.counts[row, layer] - index, 0)
+        starts = (layer * self.num_rows + row) * self.most + index
+        # each table counts up from its start
+        places = np.repeat(starts - (counts.cumsum() - counts), counts)
+        places += np.arange(len(places))
+        return Changes(places, self.tables.reshape(-1)[places])
+
+    def _count_short(
+        self, rows: Sequence[int], num_tokens: int, ahead: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """By row and layer: pages that are missing for so many tokens, and tokens that fit."""
+        at, promised = find_rows(rows), np.array([self.promised[row] for row in rows])
+        behind = self.lengths[at] + promised[:, None]
+        spares = self.counts[at] * self.page_size - behind
+        if ahead:
+            # no further than tables reach
+            left = self.most * self.page_size - behind.max(axis=1, keepdims=True)
+            num_tokens = np.clip(left, num_tokens, num_tokens + ahead)
+        missing = -((spares - num_tokens) // self.page_size)
+        return np.maximum(missing, 0, out=missing), spares
+
+    def _extend(self, rows: Sequence[int], missing: np.ndarray, spares: np.ndarray) -> None:
+        """Take pages that are free."""
+        number, layer = missing.nonzero()
+        row, count = np.array(rows)[number], missing[number, layer]
+        index = self.counts[row, layer]
+        end = index + count
+        assert (end <= self.most).all(), "a row has more tokens than the longest one"
+        self._touched.append(_Tables(row, layer, index))
+        self.counts[row, layer] = end
+        self.num_free -= int(count.sum())
+        # most tables lack one page, and the neighbour of their last one is free; no two have the
+        # same neighbour
+        page = self.tables[layer, row, index - 1] + 1
+        is_easy = (count == 1) & (index > 0) & (self._marks[page] == 0)
+        page = page[is_easy]
+        self.tables[layer[is_easy], row[is_easy], index[is_easy]] = page
+        self._marks[page] = 1
+        if len(page) < len(row):
+            rest = np.stack([row, layer, index, count])[:, ~is_easy]
+            for table in rest.T.tolist():
+                self._take_pages(*table)
+        rooms = (spares + missing * self.page_size).min(axis=1)
+        for own, room in zip(rows, rooms.tolist(), strict=True):
+            self.room[own] = room
+
+    def _take_pages(self, row: int, layer: int, index: int, count: int) -> None:
+        """Write free pages into a table, the neighbours of its last page where those are free.
 
         Pages that follow each other can be read as one slice. So that tables do not grow into one
         another at once, each begins at a place of its own, as far from the others as possible.
         """
-        table, owned = self.tables[row][layer], self._owned
-        self._touched.append((layer, row, len(table)))
-        while count > 0:
-            if table:
-                page = table[-1] + 1
-            else:
-                place = row * self.num_layers + layer
-                page = place * self.num_pages // (self.num_rows * self.num_layers)
-            if page == self.num_pages or owned[page]:
-                page = self._stack.pop()
-                self._stacked[page] = 0
-                while owned[page]:
-                    page = self._stack.pop()
-                    self._stacked[page] = 0
-            most = min(page + count, self.num_pages)
-            end = owned.find(1, page, most)
-            run = range(page, most if end < 0 else end)
-            owned[page : run.stop] = b"\1" * len(run)
-            table.extend(run)
-            self.num_free -= len(run)
-            count -= len(run)
+        table, owned, end = self.tables[layer, row], self._owned, index + count
+        if index:
+            page = int(table[index - 1]) + 1
+        else:
+            place = row * self.num_layers + layer
+            page = place * self.num_pages // (self.num_rows * self.num_layers)
+        while index < end:
+            is_near = not owned[page]
+            if not is_near:
+                page = owned.find(0, self._next)
+                page = owned.find(0) if page < 0 else page
+            stop = owned.find(1, page, page + end - index)
+            stop = page + end - index if stop < 0 else stop
+            if not is_near:
+                self._next = stop
+            owned[page:stop] = b"\1" * (stop - page)
+            table[index : index + stop - page] = np.arange(page, stop)
+            index, page = index + stop - page, stop
 
-    def _free_pages(self, pages: list[int]) -> None:
-        """Take pages of a table back, its last first."""
-        count = len(pages)
-        self.num_free += count
-        first = pages[0] if pages else 0
-        stop = first + count
-        if pages == list(range(first, stop)) and self._stacked.find(0, first, stop) < 0:
-            # neighbours that were taken as such, as most are: they never left the stack
-            self._owned[first:stop] = bytes(count)
-            return
-        for page in reversed(pages):
-            self._owned[page] = 0
-            if not self._stacked[page]:
-                self._stacked[page] = 1
-                self._stack.append(page)
+    def _cut_tables(self, row: int, kept: np.ndarray) -> None:
+        """Take the last pages of a row's tables back; layer l keeps `kept[l]`."""
+        counts = self.counts[row]
+        index = np.arange(counts.max())
+        gone = (index >= kept[:, None]) & (index < counts[:, None])
+        pages = self.tables[:, row, : len(index)][gone]
+        self._marks[pages] = 0
+        self.num_free += len(pages)
+        self.counts[row] = kept
+
+
+def find_rows(rows: Sequence[int]) -> slice | np.ndarray:
+    """What picks these rows out of an array: where they are neighbours, without a copy."""
+    first, stop = rows[0], rows[0] + len(rows)
+    return slice(first, stop) if list(rows) == list(range(first, stop)) else np.array(rows)

@@ -8,6 +8,7 @@ kernels know the whole model, `fused` has another runner. Knows nothing of reque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -20,7 +21,7 @@ from depthmix.infer.depth import Usage
 from depthmix.infer.draw import TorchDrawer
 from depthmix.infer.pages import Pages
 from depthmix.infer.sampling import SamplingParams, Wish, top_logprobs
-from depthmix.infer.steps import Outcome, Ready, Work
+from depthmix.infer.steps import Outcome, Ready, Report, Work
 from depthmix.kernels import HAS_TRITON
 from depthmix.nn import Transformer
 from depthmix.nn.transformer import Hidden
@@ -92,8 +93,8 @@ class Runner:
         outcomes = []
         for work, d in zip(works, done, strict=True):
             token = next(drawn) if work.wish else (None, 0.0, None)
-            outcomes.append(Outcome(*token, d.stored, d.used, d.paths))
-        return Ready(outcomes)
+            outcomes.append(Outcome(*token, d.used, d.paths))
+        return Ready(Report(outcomes, np.array([d.stored for d in done])))
 
     def warm_up(self, progress: Callable[[int, int], None] | None) -> float:
         """There is nothing to do ahead."""
@@ -206,7 +207,8 @@ class Runner:
 
     def _tell(self, work: Work, logits: Tensor, column: Sequence[int]) -> Done:
         """What the device reported about one token."""
-        chunk, lengths, num_routed = work.chunk, self.pages.lengths[work.chunk.row], self.num_routed
+        chunk, num_routed = work.chunk, self.num_routed
+        lengths = self.pages.lengths[chunk.row].tolist()
         taken, kept = column[1 : 1 + num_routed], column[self.kept_line :][:num_routed]
         stored = [1] * self.cache.num_layers
         num_dense = self.cache.num_layers - num_routed

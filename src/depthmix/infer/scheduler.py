@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from depthmix.infer.pages import Pages
+import numpy as np
+
+from depthmix.infer.pages import Pages, Stored
 
 
 class Chunk(NamedTuple):
@@ -173,22 +175,29 @@ class Scheduler:
             sequence.num_ahead += chunk.samples
             self.pages.promise(chunk.row, chunk.count)
 
-    def settle(self, chunk: Chunk, stored: Sequence[int]) -> None:
-        """Note that a chunk was computed and how many of its tokens each layer stored.
+    def settle(self, chunks: Sequence[Chunk], stored: Stored) -> None:
+        """Note that a step was computed: layer l stored `stored[i][l]` tokens of chunks[i].
 
         The chunk of a sequence that was removed in the meantime is ignored.
         """
-        sequence = self._sequences.get(chunk.key)
-        if sequence is None or sequence.row is None:
-            return
-        assert (sequence.row, sequence.num_computed) == (chunk.row, chunk.start), "settled twice"
-        started = sequence.num_started > sequence.num_computed
-        sequence.num_computed += chunk.count
-        if started:
-            sequence.num_ahead -= chunk.samples
-        else:
-            sequence.num_started = sequence.num_computed
-        self.pages.settle(chunk.row, stored, chunk.count if started else 0)
+        numbers, rows, promised = [], [], []
+        for number, (key, row, start, count, samples) in enumerate(chunks):
+            sequence = self._sequences.get(key)
+            if sequence is None or sequence.row is None:
+                continue
+            assert (sequence.row, sequence.num_computed) == (row, start), "settled twice"
+            started = sequence.num_started > start
+            sequence.num_computed = start + count
+            if started:
+                sequence.num_ahead -= samples
+            else:
+                sequence.num_started = start + count
+            numbers.append(number)
+            rows.append(row)
+            promised.append(count if started else 0)
+        if len(numbers) < len(chunks):
+            stored = np.asarray(stored)[numbers]
+        self.pages.settle(rows, stored, promised)
 
     def abandon(self, chunk: Chunk, *, restart: bool) -> None:
         """Take back that a chunk was started: its step failed.
@@ -208,26 +217,34 @@ class Scheduler:
     def _plan(self) -> list[Chunk]:
         chunks: list[Chunk] = []
         prefills: list[_Sequence] = []
-        num_left = self.max_step_tokens
-        reserve = self.pages.reserve
-        # a copy: whoever lacks pages makes the list shorter
-        for sequence in list(self._running):
-            row, start, num_known = sequence.row, sequence.num_started, sequence.num_expected
-            # preempted a moment ago, or its newest token is not yet known
-            if row is None or start == num_known:
-                continue
+        decoding: list[_Sequence] = []
+        for sequence in self._running:
+            start, num_known = sequence.num_started, sequence.num_known + sequence.num_ahead
+            num_known = min(num_known, sequence.max_known)
             if start + 1 < num_known or start < sequence.num_prompt:
                 prefills.append(sequence)
-            elif num_left:
-                # everybody planned so far is older, so that nobody planned is preempted
-                while not reserve(row, 1):
-                    youngest = self._running[-1]
-                    self._give_way(youngest)
-                    if youngest is sequence:
-                        break
-                else:
-                    chunks.append(Chunk(sequence.key, row, start, 1, True))
-                    num_left -= 1
+            elif start < num_known:
+                # else its newest token is not yet known
+                decoding.append(sequence)
+        num_left, room = self.max_step_tokens, self.pages.room
+        short = [s.row for s in decoding[:num_left] if s.row is not None and not room[s.row]]
+        if short:
+            # where there is enough for all, nobody has to be asked below
+            self.pages.reserve_all(short, 1)
+        for sequence in decoding:
+            row = sequence.row
+            # preempted a moment ago
+            if row is None or not num_left:
+                continue
+            # everybody planned so far is older, so that nobody planned is preempted
+            while not (room[row] or self.pages.reserve(row, 1)):
+                youngest = self._running[-1]
+                self._give_way(youngest)
+                if youngest is sequence:
+                    break
+            else:
+                chunks.append(Chunk(sequence.key, row, sequence.num_started, 1, True))
+                num_left -= 1
         # usual while all decode: nothing below has work
         if prefills or self._waiting:
             self._plan_prefills(prefills, num_left, chunks)
@@ -311,7 +328,7 @@ class Scheduler:
     def _preempt(self, sequence: _Sequence) -> None:
         """Take row and pages from a sequence; it waits before all that came after it."""
         assert sequence.row is not None
-        num_owned = sum(map(len, self.pages.tables[sequence.row]))
+        num_owned = self.pages.count_owned(sequence.row)
         num_needed = num_owned + self.pages.count_missing(sequence.row, 1)
         # no more than it can ever have: steps under way may have asked for more
         num_needed = min(num_needed, self.pages.count_worst(sequence.max_known))

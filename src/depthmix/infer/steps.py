@@ -6,6 +6,7 @@ One interface for every way to compute a step. Knows none of them.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 from torch import Tensor
 
 from depthmix.infer.cache import PagedCache
@@ -32,27 +33,33 @@ class Outcome(NamedTuple):
     logprob: float
     top: tuple[list[int], list[float]] | None
     """The most probable tokens and their log-probabilities, where anybody asked for some."""
-    stored: Sequence[int]
     used: Usage
     paths: Sequence[tuple[bool, ...]]
+    """For each of its tokens, which routed blocks it went through."""
+
+
+class Report(NamedTuple):
+    """What became of a step: its chunks in the order in which they were given."""
+
+    outcomes: list[Outcome]
+    stored: np.ndarray
+    """(chunks, layers): how many tokens each layer stored."""
 
 
 @runtime_checkable
 class Flight(Protocol):
     """A step that is under way."""
 
-    def wait(self) -> list[Outcome]:
-        """What became of its chunks."""
-        ...
+    def wait(self) -> Report: ...
 
 
 class Ready(NamedTuple):
     """A step that is done."""
 
-    outcomes: list[Outcome]
+    report: Report
 
-    def wait(self) -> list[Outcome]:
-        return self.outcomes
+    def wait(self) -> Report:
+        return self.report
 
 
 @runtime_checkable

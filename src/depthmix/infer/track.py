@@ -41,7 +41,8 @@ class Track:
 
     def make_wish(self) -> Wish:
         """How its next token is drawn."""
-        return Wish(self.params, self.seed, self.num_new, self.tokens, self.seen)
+        num_new = len(self.tokens) - self.num_prompt
+        return Wish(self.params, self.seed, num_new, self.tokens, self.seen)
 
     def take(
         self, token: int, logprob: float, top: tuple[list[int], list[float]] | None = None
@@ -51,14 +52,15 @@ class Track:
         `top` are the most probable tokens at its place and their log-probabilities, of which it
         may have asked for some.
         """
-        self.tokens.append(token)
+        tokens, params = self.tokens, self.params
+        tokens.append(token)
         self.logprobs.append(logprob)
-        if self.params.logprobs and top is not None:
-            places = zip(top[0][: self.params.logprobs], top[1], strict=False)
+        if top is not None and params.logprobs:
+            places = zip(top[0][: params.logprobs], top[1], strict=False)
             self.top_logprobs.append(tuple(Alternative(*place) for place in places))
         if self.seen is not None:
             self.seen[token] = True
-        if token in self.params.stop_tokens:
+        if token in params.stop_tokens:
             # which is no text
             return "", "stop"
         text = ""
@@ -67,7 +69,7 @@ class Track:
             self.text += text
             if self.stream.stopped:
                 return text, "stop"
-        return text, "length" if self.num_new == self.max_new else None
+        return text, "length" if len(tokens) - self.num_prompt == self.max_new else None
 
     def end(self, finish: Finish, error: Exception | None = None) -> tuple[str, Sample]:
         """Text that was held back, and the finished sample."""

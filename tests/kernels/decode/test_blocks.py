@@ -65,7 +65,7 @@ class Bench:
         self.model, self.selector, self.config = model, selector, config
         page_size, longest = 4, config.max_seq_len
         num_pages = num_rows * -(-longest // page_size) * config.num_layers
-        pages = Pages(num_pages, page_size, config.num_layers, num_rows)
+        pages = Pages(num_pages, page_size, config.num_layers, num_rows, longest=longest)
         self.cache = PagedCache(config, pages, device=DEVICE, dtype=dtype, by_page=True)
         for row in range(num_rows):
             assert pages.reserve(row, longest)

@@ -45,7 +45,8 @@ class Bench:
 
     def __init__(self, model: Transformer, num_rows: int) -> None:
         config, dtype = model.config, model.embedding.weight.dtype
-        pages = Pages(num_rows * MOST * config.num_layers, PAGE, config.num_layers, num_rows)
+        sizes = (num_rows * MOST * config.num_layers, PAGE, config.num_layers, num_rows)
+        pages = Pages(*sizes, longest=LONGEST)
         self.cache = PagedCache(config, pages, device=DEVICE, dtype=dtype, by_page=True)
         torch.manual_seed(0)
         lengths = torch.randint(0, 30, (config.num_layers, num_rows))
