@@ -248,6 +248,14 @@ def test_nobody_and_everybody() -> None:
         assert check(model, "predictor", MORE) == expected
 
 
+@pytest.mark.parametrize("name", ["mod", "early_exit"])
+def test_a_share_of_more_than_sixteen_rows(name: str) -> None:
+    """Which products of many rows compute, also in a step without prompts."""
+    model = make(name, **{"routing.capacity": 0.9})
+    assert round(0.9 * MORE) > blocks_module.FEW_PLACES
+    assert check(model, "predictor", MORE) > 1
+
+
 @pytest.mark.parametrize("selector", ["predictor", "router"])
 def test_some_of_more_than_sixteen(selector: str) -> None:
     assert 4 < check(make("mod"), selector, MORE) < 2 * (MORE - 1)

@@ -20,8 +20,9 @@ from depthmix.kernels.decode import chunks, places
 from depthmix.kernels.decode.plan import Rules, Weights, check_model
 from depthmix.kernels.decode.routed import BLOCK_ROWS, FewRows, Places
 
-# tokens of a step, or places of a routed block in it, up to which products of few rows are faster
-FEW_TOKENS, FEW_PLACES = 16, 32
+# Tokens of a step, or places that a routed block will have in it, up to which products of few rows
+# are faster: these take 16 at a time, and a block may have more than its share.
+FEW_TOKENS, FEW_PLACES = 16, 13
 # how many times as many rows as the capacity asks for may come before attention slows down
 SLACK = 2
 
@@ -233,8 +234,9 @@ class Blocks:
             previous = self.slots[(route - 1) % 2, :num_tokens]
         normed, qkv = self.normed[:num_tokens], self.qkv[:num_tokens]
         mixed = self.mixed[:num_tokens]
+        few = expected <= FEW_PLACES and num_tokens <= self.few.num_rows
         # in a step without prompts every token is a chunk of its own
-        gathers = num_chunks == 0 and num_tokens <= self.few.num_rows
+        gathers = few and num_chunks == 0
         if gathers:
             self.few.decide(x, layer, tokens.position, tokens.row, previous, kept, normed)
         else:
@@ -243,7 +245,7 @@ class Blocks:
             places.normalize_places(x, kept.index, kept.count, norm, eps, normed)
         # those who are alone, of whom a block keeps its share
         busy = max(1, round(SLACK * self.capacity[layer] * num_alone))
-        if gathers or (expected <= FEW_PLACES and num_tokens <= self.few.num_rows):
+        if few:
             w_qkv, prepared = weights.w_qkv[layer], "decide" if gathers else None
             self.few.multiply("plain", normed, w_qkv, qkv, kept, prepared=prepared, gathers=gathers)
             self._attend(layer, qkv, mixed, tokens, kept, num_chunks, busy)
