@@ -194,7 +194,7 @@ def print_plan(
     from rich import box
     from rich.table import Table
 
-    from depthmix.describe import format_flops, format_number
+    from depthmix.units import format_estimate, format_flops, format_number, format_power
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
     table.add_column("run", overflow="fold")
@@ -206,27 +206,20 @@ def print_plan(
             run.name,
             format_number(run.num_parameters),
             f"{run.num_steps}",
-            f"{run.flops:.2e}".replace("e+0", "e").replace("e+", "e"),
-            format_duration(seconds) if seconds else "-",
+            format_power(run.flops),
+            format_estimate(seconds) if seconds else "-",
             STATES[standings[run.name].todo],
         )
     left = [run for run in runs if standings[run.name].todo != "nothing"]
     flops = sum(run.flops - standings[run.name].flops for run in left)
     told = f"{len(runs)} runs, {len(left)} to train, {format_flops(flops)}"
     if speed and left:
-        told += f", about {format_duration(flops / speed)} at {speed / 1e12:.3g} TFLOP/s"
+        told += f", about {format_estimate(flops / speed)} at {speed / 1e12:.3g} TFLOP/s"
         told += ", as the plan guesses" if is_guess else ""
     elif left:
         told += "; the time is known when a run has finished, or from --tflops"
     for line in filter(None, (description, table, told)):
         console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
-
-
-def format_duration(seconds: int | float) -> str:
-    """Seconds, minutes or hours, the coarser the longer: `45 s`, `12 min`, `3.5 h`."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    return f"{round(seconds / 60)} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager
@@ -237,7 +230,7 @@ def show_bar(
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    from depthmix.describe import format_flops
+    from depthmix.units import format_flops
 
     columns: list[Any] = [
         TextColumn("{task.description}"),
