@@ -14,7 +14,18 @@ SOURCES = sorted(SRC.rglob("*.py"))
 
 # planning and reporting: present modules among these must load without torch
 NO_TORCH = (
-    *("config", "fields", "files", "rules", "flops", "describe", "units", "recipe", "rundir"),
+    *(
+        "config",
+        "fields",
+        "files",
+        "rules",
+        "flops",
+        "describe",
+        "progress",
+        "units",
+        "recipe",
+        "rundir",
+    ),
     *("sweep", "report"),
 )
 

@@ -130,7 +130,7 @@ def sweep(
         say(console, f"handed over {len(ids)} jobs, {ids[0]} to {ids[-1]}; {look}")
         return
     executor = Executor(runs, standings, folder, num_jobs=jobs or 1, **options)
-    with show_bar(console, sum(run.flops for run in runs), num_left) as report:
+    with show_runs(console, sum(run.flops for run in runs), num_left) as report:
         summary = executor.run(report)
     named = {"--size": size, "--out": out, "--data": data, "--jobs": jobs, "--device": device}
     given = [text for name, value in named.items() if value for text in (name, str(value))]
@@ -223,41 +223,27 @@ def print_plan(
 
 
 @contextmanager
-def show_bar(
+def show_runs(
     console: "Console", total_flops: int | float, num_left: int
 ) -> "Iterator[Callable[[Progress], None]]":
     """One bar for all runs, by FLOPs, and a line for each run that ended; gives where to report."""
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
+    from depthmix.progress import show_bar
     from depthmix.units import format_flops
 
-    columns: list[Any] = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}% of " + format_flops(total_flops)),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    ]
     told: set[str] = set()
     # runs come at different speeds: minutes say more about what is left than seconds
-    with Bar(*columns, console=console, speed_estimate_period=600) as bar:
-        task = None
+    with show_bar(console, speed_seconds=600) as bar:
 
         def report(progress: "Progress") -> None:
-            nonlocal task
             ended = {name: "finished" for name in progress.finished}
             ended |= {name: "failed" for name in progress.failed}
             for name in [name for name in ended if name not in told]:
                 told.add(name)
-                say(bar.console, f"{ended[name]}: {name} ({len(told)} of {num_left})")
+                say(console, f"{ended[name]}: {name} ({len(told)} of {num_left})")
             verb, end = ("stopping", "stopped") if progress.stopping else ("training", "done")
             running = f"{verb} {len(progress.running)}" if progress.running else end
-            if task is None:
-                # what was done before must not count as speed
-                done = int(progress.done_flops)
-                task = bar.add_task(running, total=total_flops, completed=done)
-            bar.update(task, completed=progress.done_flops, description=running)
+            words = f"{progress.done_flops / total_flops:>4.0%} of {format_flops(total_flops)}"
+            bar.update(running, progress.done_flops, total_flops, words)
 
         yield report
 
