@@ -32,6 +32,7 @@ from depthmix.rundir import RunDir, name_run
 from depthmix.sampler import start_sampler
 from depthmix.show import Show
 from depthmix.train.launch import Plan, launch
+from depthmix.units import format_power
 
 FLOPS = 1e13
 PICTURE = "losses.png"
@@ -89,7 +90,7 @@ def run_demo(
     steps = " and ".join(f"{count_steps(run)}" for run in runs.values())
     print_tables([describe_model(name, model) for name, model in configs.items()], console)
     console.print(
-        f"Training both for {flops:.3g} FLOPs, {steps} steps, on "
+        f"Training both for {format_power(flops)} FLOPs, {steps} steps, on "
         f"{data or 'the Python standard library'}: the routed model spends less on each token, so "
         f"it sees more of them.\n",
         highlight=False,
@@ -113,7 +114,9 @@ def run_demo(
         "not how the two compare at a real budget.",
         highlight=False,
     )
-    save_picture(console, curves, folder / PICTURE, f"Dense and routed at {flops:.3g} FLOPs")
+    save_picture(
+        console, curves, folder / PICTURE, f"Dense and routed at {format_power(flops)} FLOPs"
+    )
     _say(console, f"the runs: depthmix runs {folder}")
     # of other data nobody knows how a text begins: with nothing
     show_sample(console, routed, PROMPT if data is None else "", device)

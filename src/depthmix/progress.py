@@ -42,7 +42,7 @@ class Bar:
 
 @contextmanager
 def show_bar(
-    console: "rich.console.Console", *, gone: bool = False, speed_seconds: float = 30.0
+    console: "rich.console.Console", *, gone: bool = False, speed_seconds: int | float = 30
 ) -> Iterator[Bar]:
     """A bar while the block runs, `gone` afterwards or not.
 

@@ -30,6 +30,7 @@ LINES, LINE_SIGNS = ("-", "--", ":"), ("━━", "╍╍", "┅┅")
 PANEL_INCHES = 4.8, 3.7
 MOST_COLUMNS = 3
 STEPS = 1, 2, 5, 10
+"""Between the ticks of an axis, times a power of ten."""
 MOST_LETTERS = 44
 """In a line of an image's legend: what fits below one panel."""
 DPI = 140
@@ -166,8 +167,8 @@ def _draw_inline(panel: Panel | Grid, name: str) -> str:
         gid = group.attrib.pop("id", "")
         if gid in tips:
             group.set("class", gid.split()[0])
-            marks = [mark for mark in group.iter() if mark.tag in ("use", "path")]
-            marks = [mark for mark in marks if "id" not in mark.attrib]
+            # what has an id is only looked up
+            marks = (e for e in group.iter() if e.tag in ("use", "path") and "id" not in e.attrib)
             for mark, tip in zip(marks, tips[gid], strict=True):
                 if tip:
                     ElementTree.SubElement(mark, "title").text = tip
@@ -209,7 +210,7 @@ def _style(more: Mapping[str, Any] | None = None) -> Iterator[None]:
         yield
 
 
-def _start_figure(width: float, height: float) -> Any:
+def _start_figure(width: int | float, height: int | float) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
