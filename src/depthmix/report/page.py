@@ -207,7 +207,7 @@ def _list_runs(rows: Sequence[Row]) -> list[list[str]]:
                 row.name,
                 row.variant,
                 format_power(row.budget),
-                f"{row.flops:.3e}",
+                format_power(row.flops),
                 format_number(row.parameters.total),
                 format_flops(row.flops_per_token),
                 f"{row.loss:.4f}",
