@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from depthmix.data.manifest import read_manifest
 from depthmix.models import open_model
-from depthmix.plot import COLORS, INK, PALE
+from depthmix.report.figures import COLORS, INK, PALE
 from depthmix.rundir import RunDir
 
 

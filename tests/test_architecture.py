@@ -14,8 +14,8 @@ SOURCES = sorted(SRC.rglob("*.py"))
 
 # planning and reporting: present modules among these must load without torch
 NO_TORCH = (
-    *("config", "fields", "files", "rules", "flops", "describe", "plot", "recipe", "rundir"),
-    *("sweep", "report"),
+    *("config", "fields", "files", "rules", "flops", "describe", "recipe", "rundir"),
+    *("progress", "units", "sweep", "report"),
 )
 
 

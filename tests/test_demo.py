@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,10 @@ def test_held_out_text_is_of_the_validation_split(data: Path, tmp_path: Path) ->
     assert len(corpus.load_tokenizer().encode(found).ids) == lengths.max() - 1
 
 
-def test_demo_without_a_tokenizer_has_no_sample(model: Path, tmp_path: Path) -> None:
+def test_demo_without_a_tokenizer_or_matplotlib_has_no_sample_and_no_picture(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     file = io.StringIO()
     data = write_data(tmp_path / "data")
     out = tmp_path / "out"
@@ -117,6 +121,10 @@ def test_demo_without_a_tokenizer_has_no_sample(model: Path, tmp_path: Path) -> 
     assert "no routing page: the data in" in file.getvalue()
     assert not (out / "routing.html").exists()
     assert (out / "report" / "report.html").exists()
+    told = "no picture: pictures need matplotlib: pip install 'depthmix[plot]'"
+    assert file.getvalue().splitlines().count(told) == 1
+    assert "The report compares the two runs, in tables: " in file.getvalue()
+    assert {path.name for path in out.iterdir()} == {"dense", "mod", "report"}
 
 
 def test_demo_needs_a_routed_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,6 @@ from depthmix import flops
 from depthmix.config import ModelConfig
 from depthmix.describe import (
     describe_model,
-    format_bytes,
-    format_flops,
-    format_number,
     format_ranges,
     list_presets,
     list_rows,
@@ -22,6 +19,7 @@ from depthmix.describe import (
     to_json,
 )
 from depthmix.presets import load_config, load_preset, preset_names
+from depthmix.units import format_bytes, format_flops, format_number
 
 
 def render(*names: str, width: int = 80, encoding: str = "utf-8") -> str:
@@ -30,35 +28,6 @@ def render(*names: str, width: int = 80, encoding: str = "utf-8") -> str:
     print_tables(models, Console(file=file, width=width))
     file.seek(0)
     return file.read()
-
-
-@pytest.mark.parametrize(
-    ("value", "written"),
-    [
-        (0, "0"),
-        (832, "832"),
-        (999, "999"),
-        (1000, "1.00 K"),
-        (9994, "9.99 K"),
-        (9996, "10.0 K"),
-        (60_500_000, "60.5 M"),
-        (999_499, "999 K"),
-        (999_999, "1.00 M"),
-        (1.23e9, "1.23 G"),
-        (4e24, "4.00 Y"),
-        (4e30, "4.00e+06 Y"),
-    ],
-)
-def test_numbers_have_three_digits(value: float, written: str) -> None:
-    assert format_number(value) == written
-
-
-def test_units() -> None:
-    assert format_flops(1.234e9) == "1.23 GFLOP"
-    assert format_flops(12) == "12 FLOP"
-    assert format_bytes(512) == "512 B"
-    assert format_bytes(12.6 * 2**20) == "12.6 MiB"
-    assert format_bytes(1023.9 * 2**20) == "1.00 GiB"
 
 
 @pytest.mark.parametrize(

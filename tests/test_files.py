@@ -19,8 +19,7 @@ import pytest
 from depthmix import files
 from depthmix.cli import main
 from depthmix.files import hash_file, lock_folder, replace_file, sync_folder, take_lock
-from depthmix.report.figures import draw_figures
-from depthmix.report.shapes import Chart, Panel, Point, Series
+from depthmix.report.figures import Chart, Panel, Point, Series, save_images
 from depthmix.report.traces import write_trace
 from hand_traces import make_trace
 
@@ -122,13 +121,13 @@ def test_nothing_that_was_seen_or_drawn_is_lost(
     charts = [Chart("c", "C", "", [panel])]
     write_trace(make_trace(), trace)
     assert main(["view", str(trace)]) == 0
-    draw_figures(charts, tmp_path)
+    save_images(charts, tmp_path)
     before = {path: path.read_bytes() for path in (trace, page, image)}
     with full_disk():
         with pytest.raises(OSError, match="File too large"):
             write_trace(make_trace(), trace)
         with pytest.raises(OSError, match="File too large"):
-            draw_figures(charts, tmp_path)
+            save_images(charts, tmp_path)
         assert main(["view", str(trace)]) == 2
     assert capsys.readouterr().err == f"depthmix: {page}: File too large\n"
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

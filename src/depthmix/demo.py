@@ -5,6 +5,7 @@ report and trace.
 """
 
 import shlex
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,15 +22,17 @@ from depthmix.files import replace_file
 from depthmix.infer import SamplingParams
 from depthmix.models import open_model
 from depthmix.models.vocabulary import find_vocabulary
-from depthmix.plot import draw_text_plot, plot_losses
 from depthmix.presets import load_config
 from depthmix.recipe import RunConfig
 from depthmix.report import write_report
+from depthmix.report.curves import Points, draw_text_plot, plot_losses
+from depthmix.report.figures import NoMatplotlib
 from depthmix.report.view import write_page
 from depthmix.rundir import RunDir, name_run
 from depthmix.sampler import start_sampler
 from depthmix.show import Show
 from depthmix.train.launch import Plan, launch
+from depthmix.units import format_power
 
 FLOPS = 1e13
 PICTURE = "losses.png"
@@ -87,7 +90,7 @@ def run_demo(
     steps = " and ".join(f"{count_steps(run)}" for run in runs.values())
     print_tables([describe_model(name, model) for name, model in configs.items()], console)
     console.print(
-        f"Training both for {flops:.3g} FLOPs, {steps} steps, on "
+        f"Training both for {format_power(flops)} FLOPs, {steps} steps, on "
         f"{data or 'the Python standard library'}: the routed model spends less on each token, so "
         f"it sees more of them.\n",
         highlight=False,
@@ -105,26 +108,21 @@ def run_demo(
     dense, routed = trained
     print_result(console, dense, routed)
     curves = {run.name: run.curve for run in trained}
-    picture = folder / PICTURE
-    plot_losses(
-        curves,
-        picture,
-        title=f"Dense and routed at {flops:.3g} FLOPs",
-        x_label="training FLOPs",
-        y_label="training loss, nats a token",
-    )
     console.print(draw_text_plot(curves, x_label="training FLOPs"), highlight=False, markup=False)
     console.print(
         "\nSo short a run favours the model that takes more steps: this shows that routing works, "
         "not how the two compare at a real budget.",
         highlight=False,
     )
-    _say(console, f"the picture: {picture}")
+    save_picture(
+        console, curves, folder / PICTURE, f"Dense and routed at {format_power(flops)} FLOPs"
+    )
     _say(console, f"the runs: depthmix runs {folder}")
     # of other data nobody knows how a text begins: with nothing
     show_sample(console, routed, PROMPT if data is None else "", device)
     report = write_report(folder, None, shlex.join(["depthmix", "report", str(folder)]))
-    _say(console, f"\nThe report compares the two runs, with their curves: {report.page}")
+    shown = "in tables" if report.problem else "with their curves"
+    _say(console, f"\nThe report compares the two runs, {shown}: {report.page}")
     show_routing(console, routed, folder / ROUTING, device)
     return dense, routed
 
@@ -135,6 +133,16 @@ def read_run(name: str, folder: RunDir) -> Trained:
     curve = [(record["flops"], record["loss"]) for record in train]
     val = folder.read_metrics("val")
     return Trained(name, folder, curve, train[-1], val[-1] if val else {})
+
+
+def save_picture(console: Console, curves: Mapping[str, Points], path: Path, title: str) -> None:
+    """Draw both curves; it is worth a line where they cannot be drawn, and no more."""
+    try:
+        plot_losses(curves, path, title=title, y_label="training loss, nats a token")
+    except NoMatplotlib as error:
+        _say(console, f"no picture: {error}")
+        return
+    _say(console, f"the picture: {path}")
 
 
 def show_sample(console: Console, run: Trained, prompt: str, device: str | None) -> None:

@@ -1,6 +1,6 @@
 """Models side by side: shape, parameters, FLOPs, cache bytes and routing, for people and as JSON.
 
-Owns how numbers are written and how a table is laid out. Counts nothing itself, and knows nothing
+Owns how a table is laid out. Counts nothing itself, and knows nothing
 of torch.
 """
 
@@ -13,6 +13,7 @@ from depthmix import flops
 from depthmix.config import ModelConfig
 from depthmix.flops import Parameters
 from depthmix.presets import load_preset, preset_names
+from depthmix.units import format_bytes, format_flops, format_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -232,32 +233,6 @@ def format_ranges(numbers: Sequence[int]) -> str:
         return ", ".join(map(str, numbers))
     step = steps.pop()
     return f"{numbers[0]}-{numbers[-1]}" + (f" by {step}" if step > 1 else "")
-
-
-def format_number(value: int | float) -> str:
-    """Three digits and a unit: `832`, `60.5 M`."""
-    return _scale(value, 1000, ("", "K", "M", "G", "T", "P", "E", "Z", "Y"))
-
-
-def format_flops(value: int | float) -> str:
-    """Three digits and a unit: `1.23 GFLOP`."""
-    number, _, unit = format_number(value).partition(" ")
-    return f"{number} {unit}FLOP"
-
-
-def format_bytes(value: int | float) -> str:
-    """Three digits and a binary unit: `12.6 MiB`."""
-    return _scale(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
-
-
-def _scale(value: int | float, base: int, units: Sequence[str]) -> str:
-    power = 0
-    # compared after rounding, so that 999,999 is 1.00 M and not 1000 K
-    while round(value) >= base and power + 1 < len(units):
-        value, power = value / base, power + 1
-    decimals = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
-    digits = f"{value:.{decimals}f}" if value < 10 * base else f"{value:.2e}"
-    return f"{digits} {units[power]}".rstrip()
 
 
 def _split_columns(widths: Sequence[int], room: int) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from depthmix import flops
 from depthmix.config import ModelConfig
 from depthmix.rundir import RunDir, find_runs
+from depthmix.units import format_power
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,15 +108,11 @@ def _list_cells(run: RunSummary) -> tuple[str, ...]:
         _format("{:,.1f}M", run.num_parameters, 1e6),
         f"{run.step}/{run.num_steps or '?'}",
         run.state,
-        "-" if run.flops is None else _format_flops(run.flops),
+        "-" if run.flops is None else format_power(run.flops),
         *(_format("{:.3f}", loss) for loss in losses),
         _format("{:,.0f}", run.tokens_per_second),
         _format_age(run.started),
     )
-
-
-def _format_flops(value: int | float) -> str:
-    return f"{value:.3g}".replace("e+0", "e").replace("e+", "e")
 
 
 def _format(pattern: str, value: int | float | None, unit: float = 1.0) -> str:

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from depthmix.describe import format_bytes
 from depthmix.infer.depth import Depth, join_depths
 from depthmix.infer.results import Sample, Stats
 from depthmix.infer.text import TextStream
+from depthmix.units import format_bytes
 
 # from light to strong, in the colours of most terminals and in all of them
 SHADES_256 = (255, 189, 153, 111, 68, 25, 18)

@@ -1,5 +1,6 @@
 """`depthmix report`: what it prints, what it writes, what it refuses."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,19 @@ def test_a_report_is_written_and_summed_up(
     assert (out / "isoflop.png").exists()
     # again, over the old one
     assert main(["report", str(tmp_path / "runs"), "--out", str(out)]) == 0
+
+
+def test_missing_pictures_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "run", DENSE, 3.0)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "1 finished run.",
+        "pictures need matplotlib: pip install 'depthmix[plot]'",
+        f"page: {tmp_path / 'report' / 'report.html'}",
+    ]
 
 
 def test_an_empty_folder_is_one_sentence(

@@ -7,7 +7,7 @@ import pytest
 
 from depthmix import flops
 from depthmix.cli import main
-from depthmix.cli.scaling import format_seconds, split_counts
+from depthmix.cli.scaling import split_counts
 from depthmix.presets import load_preset
 
 SMALL = ["plan-memory", "tiny", "train.batch_size=64"]
@@ -72,10 +72,6 @@ def test_numbers_after_an_option_are_its_own() -> None:
     assert split_counts(None, ["1b"]) == ([8], ["1b"])
     # without the option a number is no number of GPUs
     assert split_counts(None, ["1b", "64"]) == ([8], ["1b", "64"])
-
-
-def test_seconds() -> None:
-    assert [format_seconds(value) for value in (0.01234, 1.5, 0.0)] == ["12.3 ms", "1.5 s", "0 ms"]
 
 
 @pytest.mark.parametrize(

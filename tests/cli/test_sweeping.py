@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from depthmix.cli import main, sweeping
-from depthmix.cli.sweeping import format_duration
 from depthmix.presets import load_run_config
 from depthmix.runs import list_runs
 from depthmix.sweep import cluster, execute
@@ -234,11 +233,6 @@ def test_runs_are_handed_to_slurm(
     assert handed == [expected]
     assert "handed over 2 jobs, 7_0 to 7_1" in capsys.readouterr().out
     assert not (fake.root / "calls").exists()
-
-
-def test_durations() -> None:
-    seconds = (0.2, 89, 91, 3600, 4 * 3600)
-    assert [format_duration(s) for s in seconds] == ["1 s", "89 s", "2 min", "60 min", "4.0 h"]
 
 
 def test_for_real(

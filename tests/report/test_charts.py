@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from depthmix.report.charts import list_charts, number_colors
+from depthmix.report.figures import Chart, Grid, Panel, Series
 from depthmix.report.fit import fit_runs
 from depthmix.report.load import load_runs
-from depthmix.report.shapes import Chart, Grid, Panel, Series
 from synthetic_runs import DENSE, MOD, WIDTHS, Bowl, count_parameters, write_bowl, write_run
 
 CENTER = count_parameters({**DENSE, "width": 64}) * 1.1

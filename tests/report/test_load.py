@@ -1,13 +1,23 @@
 """Runs become rows by what they are; what cannot be compared is named."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from depthmix import flops
-from depthmix.report.load import MIN_VALIDATIONS, count_seconds, group_budgets, load_runs, name_kind
+from depthmix.report.load import (
+    MIN_VALIDATIONS,
+    count_seconds,
+    group_budgets,
+    load_runs,
+    name_kind,
+    thin_curve,
+)
 from synthetic_runs import BASE, DENSE, MOD, WIDTHS, Bowl, write_bowl, write_run
 
 MOE: dict[str, Any] = {"experts.strategy": "expert_choice", "experts.num_experts": 2}
@@ -173,3 +183,35 @@ def test_seconds_are_those_of_steps() -> None:
     assert count_seconds(records) == 50.0
     assert count_seconds([{"step": 10, "seconds_per_step": None}, *records[1:]]) == 40.0
     assert count_seconds([{"step": 10}]) is None
+
+
+def test_few_records_stay_as_they_are() -> None:
+    train = [{"step": 5, "loss": 7.0}, {"step": 10, "loss": 6.0}, {"step": 12, "loss": 5.5}]
+    assert thin_curve(train) == ((5 / 12, 7.0), (10 / 12, 6.0), (1.0, 5.5))
+    assert thin_curve([]) == ()
+
+
+def test_a_stretch_is_a_mean_of_both() -> None:
+    train = [{"step": step, "loss": 10.0 - step} for step in range(1, 9)]
+    assert thin_curve(train, most=2) == ((2.5 / 8, 7.5), (6.5 / 8, 3.5))
+
+
+def test_what_is_not_finite_is_left_out() -> None:
+    train = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3, "loss": math.inf}]
+    train += [{"step": 4}, {"step": 5, "loss": 1.0}]
+    assert thin_curve(train) == ((0.2, 2.0), (1.0, 1.0))
+
+
+@given(st.lists(st.floats(0.1, 20), min_size=1, max_size=300), st.integers(1, 50))
+def test_means_keep_the_mean_and_the_order(losses: list[float], most: int) -> None:
+    train = [{"step": 3 * (i + 1), "loss": loss} for i, loss in enumerate(losses)]
+    curve = thin_curve(train, most)
+    assert 1 <= len(curve) <= min(most, len(losses))
+    shares = [share for share, _ in curve]
+    assert shares == sorted(set(shares))
+    assert 0 < shares[0] <= shares[-1] <= 1
+    assert min(losses) - 1e-9 <= min(y for _, y in curve)
+    assert max(losses) + 1e-9 >= max(y for _, y in curve)
+    if len(losses) % most == 0:
+        mean = sum(y for _, y in curve) / len(curve)
+        assert mean == pytest.approx(sum(losses) / len(losses))

@@ -1,6 +1,7 @@
 """The page holds every run, needs nothing from outside, and says what it does not know."""
 
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ def test_a_page_with_everything(folder: Path) -> None:
 
 def test_a_page_asks_nobody(folder: Path) -> None:
     text, page = read_page(write_report(folder).page)
-    assert page.links == []
+    # a mark that is drawn in several places is looked up in the page itself
+    assert set(page.links) == {f"#{name}" for name in re.findall(r'<path id="([^"]*)"', text)}
     assert "://" not in text
     assert "url(" not in text
     assert "@import" not in text
@@ -131,6 +133,18 @@ def test_what_cannot_be_compared_is_warned_of(folder: Path) -> None:
     assert "These runs were trained on 2 different data folders" in text
 
 
+def test_without_matplotlib_there_are_tables(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    report = write_report(folder)
+    assert report.images == []
+    assert report.problem == "pictures need matplotlib: pip install 'depthmix[plot]'"
+    _, page = read_page(report.page)
+    assert report.problem in page.words
+    assert "figure" not in page.tags
+    assert {path.name for path in folder.iterdir()} - {"report"} <= set(page.cells)
+    assert [path.name for path in report.page.parent.iterdir()] == ["report.html"]
+
+
 def test_a_file_in_the_way_is_told(folder: Path) -> None:
     (folder / "report").write_text("")
     with pytest.raises(ValueError, match="is a file: choose another --out"):
@@ -149,7 +163,7 @@ def test_a_browser_shows_the_run_under_the_pointer(
     page.goto(path.as_uri())
     tip = page.locator("#tip")
     assert not tip.is_visible()
-    page.locator("#isoflop .panels .dot:not(.star)").last.hover()
+    page.locator("#isoflop .panels .dots use").last.hover()
     told = tip.inner_text().splitlines()
     assert (folder / told[0] / "config.toml").is_file()
     assert "parameters" in told[1]

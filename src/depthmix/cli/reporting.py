@@ -36,5 +36,5 @@ def report(
         print(line)
     for run in found.runs.left_out:
         print(f"left out: {run.name} ({run.state}): {run.reason}")
-    print(f"images: {len(found.images)} in {found.page.parent}")
+    print(found.problem or f"images: {len(found.images)} in {found.page.parent}")
     print(f"page: {found.page}")

@@ -106,7 +106,7 @@ def print_estimates(
     from rich.table import Table
 
     from depthmix import flops
-    from depthmix.describe import format_number
+    from depthmix.units import format_number
 
     rows = [list_rows(estimate) for estimate in estimates]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
@@ -133,7 +133,7 @@ def print_estimates(
 
 def list_rows(estimate: "Estimate") -> dict[str, str]:
     """A column of the table: label → what stands there."""
-    from depthmix.describe import format_bytes
+    from depthmix.units import format_bytes, format_seconds
 
     memory, traffic, compute = estimate.memory, estimate.traffic, estimate.compute_seconds
     longest, both = max(compute, traffic.seconds), compute + traffic.seconds
@@ -166,8 +166,3 @@ def list_rows(estimate: "Estimate") -> dict[str, str]:
         "communicating": format_seconds(traffic.seconds),
         "a step": f"{format_seconds(longest)} to {format_seconds(both)}",
     }
-
-
-def format_seconds(seconds: float) -> str:
-    """Three digits and a unit: `12.3 ms`."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"

@@ -130,7 +130,7 @@ def sweep(
         say(console, f"handed over {len(ids)} jobs, {ids[0]} to {ids[-1]}; {look}")
         return
     executor = Executor(runs, standings, folder, num_jobs=jobs or 1, **options)
-    with show_bar(console, sum(run.flops for run in runs), num_left) as report:
+    with show_runs(console, sum(run.flops for run in runs), num_left) as report:
         summary = executor.run(report)
     named = {"--size": size, "--out": out, "--data": data, "--jobs": jobs, "--device": device}
     given = [text for name, value in named.items() if value for text in (name, str(value))]
@@ -194,7 +194,7 @@ def print_plan(
     from rich import box
     from rich.table import Table
 
-    from depthmix.describe import format_flops, format_number
+    from depthmix.units import format_estimate, format_flops, format_number, format_power
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
     table.add_column("run", overflow="fold")
@@ -206,15 +206,15 @@ def print_plan(
             run.name,
             format_number(run.num_parameters),
             f"{run.num_steps}",
-            f"{run.flops:.2e}".replace("e+0", "e").replace("e+", "e"),
-            format_duration(seconds) if seconds else "-",
+            format_power(run.flops),
+            format_estimate(seconds) if seconds else "-",
             STATES[standings[run.name].todo],
         )
     left = [run for run in runs if standings[run.name].todo != "nothing"]
     flops = sum(run.flops - standings[run.name].flops for run in left)
     told = f"{len(runs)} runs, {len(left)} to train, {format_flops(flops)}"
     if speed and left:
-        told += f", about {format_duration(flops / speed)} at {speed / 1e12:.3g} TFLOP/s"
+        told += f", about {format_estimate(flops / speed)} at {speed / 1e12:.3g} TFLOP/s"
         told += ", as the plan guesses" if is_guess else ""
     elif left:
         told += "; the time is known when a run has finished, or from --tflops"
@@ -222,49 +222,28 @@ def print_plan(
         console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
 
 
-def format_duration(seconds: int | float) -> str:
-    """Seconds, minutes or hours, the coarser the longer: `45 s`, `12 min`, `3.5 h`."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    return f"{round(seconds / 60)} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
-
-
 @contextmanager
-def show_bar(
+def show_runs(
     console: "Console", total_flops: int | float, num_left: int
 ) -> "Iterator[Callable[[Progress], None]]":
     """One bar for all runs, by FLOPs, and a line for each run that ended; gives where to report."""
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+    from depthmix.progress import show_bar
+    from depthmix.units import format_flops
 
-    from depthmix.describe import format_flops
-
-    columns: list[Any] = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}% of " + format_flops(total_flops)),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    ]
     told: set[str] = set()
     # runs come at different speeds: minutes say more about what is left than seconds
-    with Bar(*columns, console=console, speed_estimate_period=600) as bar:
-        task = None
+    with show_bar(console, speed_seconds=600) as bar:
 
         def report(progress: "Progress") -> None:
-            nonlocal task
             ended = {name: "finished" for name in progress.finished}
             ended |= {name: "failed" for name in progress.failed}
             for name in [name for name in ended if name not in told]:
                 told.add(name)
-                say(bar.console, f"{ended[name]}: {name} ({len(told)} of {num_left})")
+                say(console, f"{ended[name]}: {name} ({len(told)} of {num_left})")
             verb, end = ("stopping", "stopped") if progress.stopping else ("training", "done")
             running = f"{verb} {len(progress.running)}" if progress.running else end
-            if task is None:
-                # what was done before must not count as speed
-                done = int(progress.done_flops)
-                task = bar.add_task(running, total=total_flops, completed=done)
-            bar.update(task, completed=progress.done_flops, description=running)
+            words = f"{progress.done_flops / total_flops:>4.0%} of {format_flops(total_flops)}"
+            bar.update(running, progress.done_flops, total_flops, words)
 
         yield report
 

@@ -78,7 +78,7 @@ def prepare(
 
     from depthmix.data.prepare import prepare as prepare_data
     from depthmix.data.progress import show_progress
-    from depthmix.describe import format_number
+    from depthmix.units import format_number
 
     console = Console()
     with show_progress(console) as report:

@@ -115,11 +115,11 @@ def choose_blocks(
 ) -> tuple[int, ...]:
     """The blocks that some text misses least, with a bar while they are looked for."""
     from rich.console import Console
-    from rich.progress import Progress
 
     from depthmix.cli.seeing import read_text
     from depthmix.eval.blocks import find_least_blocks
     from depthmix.eval.texts import read_texts
+    from depthmix.progress import show_bar
     from depthmix.world import choose_device
 
     texts = [read_text(file) for file in texts]
@@ -130,13 +130,12 @@ def choose_blocks(
             f"{MIN_TOKENS} or more, better {MAX_TOKENS:,}"
         )
     network, console = source.network.to(choose_device(device)), Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("leaving out blocks", total=None)
+    with show_bar(console, gone=True) as bar:
         least = find_least_blocks(
             network,
             stream,
             count,
-            report=lambda done, total: bar.update(task, completed=done, total=total),
+            report=lambda done, total: bar.update("leaving out blocks", done, total),
             seq_len=WINDOW,
         )
     told = ", ".join(f"{each.loss:.3f} (block {each.layer})" for each in least.found)

@@ -1,11 +1,13 @@
-"""How far a preparation is, as a value, and as a bar on a console.
+"""How far a preparation is, as a value, and in words beside a bar.
 
-Owns the words and the look. Knows nothing of what is being prepared.
+Knows nothing of what is being prepared, nor of how a bar looks.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from depthmix.progress import show_bar
 
 if TYPE_CHECKING:
     import rich.console
@@ -39,40 +41,13 @@ LABELS = {
 @contextmanager
 def show_progress(console: "rich.console.Console") -> Iterator[Report]:
     """A bar with an estimate of the time left; gives the function to report to."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-    from rich.progress import Progress as Bar
-
-    bar = Bar(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("MB  {task.fields[tokens]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
-    tasks = {}
-    with bar:
+    with show_bar(console) as bar:
 
         def report(progress: Progress) -> None:
-            total = progress.total_bytes // 10**6 or None
-            done = progress.done_bytes // 10**6
-            tokens = f"{progress.num_tokens / 1e6:.1f} M tokens" if progress.num_tokens else ""
-            if progress.stage not in tasks:
-                for task in tasks.values():
-                    bar.stop_task(task)
-                    bar.update(task, visible=False)
-                # what an earlier run has done must not count as this run's speed
-                label = LABELS[progress.stage]
-                tasks[progress.stage] = bar.add_task(
-                    label, total=total, completed=done, tokens=tokens
-                )
-            bar.update(tasks[progress.stage], completed=done, total=total, tokens=tokens)
+            done, total = progress.done_bytes // 10**6, progress.total_bytes // 10**6 or None
+            words = f"{done}/{total or '?'} MB"
+            if progress.num_tokens:
+                words += f"  {progress.num_tokens / 1e6:.1f} M tokens"
+            bar.update(LABELS[progress.stage], done, total, words, stage=progress.stage)
 
         yield report

@@ -1,8 +1,8 @@
 """Pages for people, from files alone: reports of runs, and views of traces.
 
-`load` reads runs, `fit` finds minima, `charts` says what is shown, `figures` draws it as images,
-`svg` draws it in a page, `page` writes both. `traces`, `depths` and `view` are about one text and
-its path through a model. Nothing here loads torch.
+`load` reads runs, `fit` finds minima, `charts` says what is shown, `figures` draws it, and `page`
+writes it down. `curves` draws losses alone, in a terminal too. `traces`, `depths` and `view` are
+about one text and its path through a model. Nothing here loads torch.
 """
 
 from depthmix.report.fit import compare_minima, fit_runs

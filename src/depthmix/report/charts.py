@@ -7,15 +7,14 @@ images and the page's drawings are made from the same data.
 import math
 from collections.abc import Mapping, Sequence
 
-from depthmix.describe import format_flops, format_number
+from depthmix.report.figures import Cell, Chart, Grid, Panel, Point, Series
 from depthmix.report.fit import Fit, find_dense
 from depthmix.report.load import Row, rank_kind
-from depthmix.report.shapes import Cell, Chart, Grid, Panel, Point, Series
+from depthmix.units import HOUR, MINUTE, format_flops, format_number, format_power
 
 CURVE_POINTS = 60
 # a curve is drawn a little beyond its sizes, so that its bend is seen
 CURVE_MARGIN = 0.08
-MINUTE, HOUR = 60.0, 3600.0
 
 Colors = Mapping[str, int]
 """Variant → number of its colour."""
@@ -297,4 +296,4 @@ def _list_budgets(fits: Sequence[Fit]) -> list[float]:
 
 
 def _tell_budget(budget: float) -> str:
-    return f"{budget:.3g}".replace("e+0", "e").replace("e+", "e") + " training FLOPs"
+    return f"{format_power(budget)} training FLOPs"

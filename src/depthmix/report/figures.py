@@ -1,113 +1,314 @@
-"""Charts as PNG images, by matplotlib, which is loaded only here and only when it is needed."""
+"""What a chart is, and how it looks: as an image file, and as a drawing inside a page.
+
+Owns shapes, colours and marks. matplotlib makes both drawings from the same data; it is loaded only
+here, and only when something is drawn. Knows nothing of runs.
+"""
 
 import io
-import math
-from collections.abc import Iterable
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
+from xml.etree import ElementTree
 
-from depthmix.describe import format_number
 from depthmix.files import replace_file
-from depthmix.plot import COLORS, INK, PALE
-from depthmix.report.shapes import Chart, Grid, Panel, Series
-from depthmix.report.ticks import list_log_ticks, spread_range
+from depthmix.units import format_number
 
-MARKERS = ("o", "s", "D")
-PANEL_INCHES = 5.2, 4.2
+# Okabe and Ito's colours, told apart by colour-blind eyes too; dark ones first
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#444444")
+INK, FAINT, PALE, PAPER = "#333333", "#6a6a6a", "#dddddd", "#ffffff"
+# a page has a colour of its own for each, by day and by night
+PAGE_COLORS = {color: f"var(--c{i})" for i, color in enumerate(COLORS)}
+PAGE_COLORS |= {INK: "var(--ink)", FAINT: "var(--faint)", PALE: "var(--rule)"}
+PAGE_COLORS |= {PAPER: "var(--paper)"}
+# of the first seven series, of the next, …; each with the sign that stands for it in a legend
+MARKERS, MARKER_SIGNS = ("o", "s", "D"), "●■◆"
+LINES, LINE_SIGNS = ("-", "--", ":"), ("━━", "╍╍", "┅┅")
+PANEL_INCHES = 4.8, 3.7
 MOST_COLUMNS = 3
-DPI = 120
+STEPS = 1, 2, 5, 10
+"""Between the ticks of an axis, times a power of ten."""
+MOST_LETTERS = 44
+"""In a line of an image's legend: what fits below one panel."""
+DPI = 140
 
 
-def draw_figures(charts: Iterable[Chart], folder: Path) -> list[Path]:
+class Point(NamedTuple):
+    """A place, and what to say of it."""
+
+    x: int | float
+    y: int | float
+    tip: str = ""
+
+
+class Series(NamedTuple):
+    """Points of one colour: dots, a star, a line, or a pale guide for the eye."""
+
+    name: str
+    """Shown in the legend; empty for what needs no entry of its own."""
+    color: int
+    style: Literal["dots", "star", "line", "guide"]
+    points: Sequence[Point]
+
+
+class Panel(NamedTuple):
+    """One pair of axes."""
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    log_x: bool = False
+
+
+class Cell(NamedTuple):
+    """A field of a heat map."""
+
+    column: str
+    row: str
+    value: float
+    tip: str
+
+
+class Grid(NamedTuple):
+    """A heat map; columns and rows in their order."""
+
+    title: str
+    x_label: str
+    y_label: str
+    columns: Sequence[str]
+    rows: Sequence[str]
+    cells: Sequence[Cell]
+
+
+class Chart(NamedTuple):
+    """A figure: one or more panels side by side."""
+
+    key: str
+    """Names its file."""
+    title: str
+    caption: str
+    panels: Sequence[Panel | Grid]
+
+    def list_legend(self) -> list[Series]:
+        """The first series of each name, of all panels, by colour."""
+        every = [s for panel in self.panels if isinstance(panel, Panel) for s in panel.series]
+        first = {series.name: series for series in reversed(every) if series.name}
+        return sorted(first.values(), key=lambda series: (series.color, series.name))
+
+
+class NoMatplotlib(ValueError):  # noqa: N818
+    """Nothing can be drawn here."""
+
+
+def save_image(chart: Chart, path: Path) -> None:
+    """Write a chart as a PNG image, with its title and its legend."""
+    columns = min(MOST_COLUMNS, len(chart.panels))
+    rows = -(-len(chart.panels) // columns)
+    width, height = columns * PANEL_INCHES[0], rows * PANEL_INCHES[1]
+    legend = chart.list_legend()
+    names = [textwrap.fill(series.name, MOST_LETTERS) for series in legend]
+    # inches of a letter, and of the mark beside a name, and a little more
+    longest = max((len(line) for name in names for line in name.splitlines()), default=0)
+    num_columns = max(1, min(4, len(names), int(width / (0.09 * longest + 0.7))))
+    num_lines = sum(name.count("\n") + 1 for name in names) / num_columns
+    with _style():
+        figure = _start_figure(width, height + 0.5 + 0.22 * num_lines)
+        for number, panel in enumerate(chart.panels, 1):
+            _draw(figure.add_subplot(rows, columns, number), panel)
+        figure.suptitle(chart.title, x=0.01, ha="left", color=INK, fontsize=13)
+        if legend:
+            handles = [_make_handle(*pair) for pair in zip(legend, names, strict=True)]
+            look = {"ncols": num_columns, "frameon": False, "fontsize": 10, "labelcolor": INK}
+            figure.legend(handles=handles, loc="outside lower center", **look)
+        image = io.BytesIO()
+        figure.savefig(image, format="png", dpi=DPI)
+    replace_file(path, image.getvalue())
+
+
+def save_images(charts: Iterable[Chart], folder: Path) -> list[Path]:
     """Write an image for each chart, named by its key."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("images need matplotlib: pip install 'depthmix[plot]'") from error
     paths = []
     for chart in charts:
-        columns = min(MOST_COLUMNS, len(chart.panels))
-        rows = -(-len(chart.panels) // columns)
-        width, height = PANEL_INCHES
-        size = (columns * width, rows * height + 0.7)
-        figure = Figure(figsize=size, dpi=DPI, layout="constrained")
-        for number, panel in enumerate(chart.panels, 1):
-            axes = figure.add_subplot(rows, columns, number)
-            if isinstance(panel, Grid):
-                _draw_grid(axes, panel)
-            else:
-                _draw_panel(axes, panel)
-            axes.set_title(_plain(panel.title), loc="left", color=INK, fontsize=11)
-            axes.set_xlabel(_plain(panel.x_label), color=INK, fontsize=10)
-            axes.set_ylabel(_plain(panel.y_label), color=INK, fontsize=10)
-            axes.tick_params(which="both", length=0, labelcolor=INK, labelsize=9)
-        figure.suptitle(_plain(chart.title), x=0.01, ha="left", color=INK, fontsize=13)
-        if handles := [_make_handle(series) for series in chart.list_legend()]:
-            shared = {"ncols": min(4, len(handles)), "frameon": False, "fontsize": 9}
-            figure.legend(handles=handles, loc="outside lower center", labelcolor=INK, **shared)
-        path = folder / f"{chart.key}.png"
-        image = io.BytesIO()
-        figure.savefig(image)
-        replace_file(path, image.getvalue())
-        paths.append(path)
+        paths.append(folder / f"{chart.key}.png")
+        save_image(chart, paths[-1])
     return paths
 
 
-def _draw_panel(axes: Any, panel: Panel) -> None:
+def draw_chart(chart: Chart) -> str:
+    """A chart's panels and its legend as HTML, coloured by the page, with a word at each point."""
+    panels = "\n".join(_draw_inline(p, f"{chart.key}-{i}") for i, p in enumerate(chart.panels))
+    entries = "".join(_draw_entry(series) for series in chart.list_legend())
+    legend = f'<ul class="legend">{entries}</ul>' if entries else ""
+    return f'<div class="panels">{panels}</div>{legend}'
+
+
+def _draw_inline(panel: Panel | Grid, name: str) -> str:
+    """A panel as SVG for the inside of a page; `name` keeps its ids apart from other panels'."""
+    with _style({"svg.hashsalt": name}):
+        figure = _start_figure(*PANEL_INCHES)
+        tips = _draw(figure.add_subplot(facecolor="none"), panel)
+        drawn = io.BytesIO()
+        unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(drawn, format="svg", facecolor="none", metadata=unsaid)
+    root = ElementTree.fromstring(drawn.getvalue())
+    # a rule for strokes that would hold for the whole page
+    root.remove(root[0])
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        element.attrib = dict(_translate_attributes(element))
+        element.tail = None
+        if element.tag != "text":
+            element.text = None
+    for group in root.iter("g"):
+        gid = group.attrib.pop("id", "")
+        if gid in tips:
+            group.set("class", gid.split()[0])
+            # what has an id is only looked up
+            marks = (e for e in group.iter() if e.tag in ("use", "path") and "id" not in e.attrib)
+            for mark, tip in zip(marks, tips[gid], strict=True):
+                if tip:
+                    ElementTree.SubElement(mark, "title").text = tip
+    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img"}
+    root.set("aria-label", panel.title or f"{panel.y_label} by {panel.x_label}")
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _translate_attributes(element: ElementTree.Element) -> Iterator[tuple[str, str]]:
+    for name, value in element.attrib.items():
+        if name == "style":
+            if element.tag == "path" and "id" in element.attrib:
+                # a mark that is used in several places looks as each of them says
+                continue
+            # the page has a font
+            value = re.sub(r"font-family:[^;]*;? ?", "", value)
+            value = re.sub(r"#[0-9a-f]{6}", lambda c: PAGE_COLORS.get(c[0], c[0]), value)
+        elif name in ("d", "x", "y", "transform"):
+            value = re.sub(r"\d+\.\d{2,}", lambda n: f"{float(n[0]):.1f}", " ".join(value.split()))
+        yield name.rpartition("}")[2], value
+
+
+def _draw_entry(series: Series) -> str:
+    signs = LINE_SIGNS if series.style == "line" else MARKER_SIGNS
+    sign, color = signs[_count_rounds(series) % len(signs)], series.color % len(COLORS)
+    return f'<li><b class="c{color}" aria-hidden="true">{sign}</b>{escape(series.name)}</li>'
+
+
+@contextmanager
+def _style(more: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """The same look on every machine, whatever the user has set."""
+    try:
+        from matplotlib import style
+    except ImportError as error:
+        raise NoMatplotlib("pictures need matplotlib: pip install 'depthmix[plot]'") from error
+    # a dollar is a dollar and no formula; text in a drawing stays text
+    ours = {"text.parse_math": False, "svg.fonttype": "none", **(more or {})}
+    with style.context(["default", ours]):
+        yield
+
+
+def _start_figure(width: int | float, height: int | float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _draw(axes: Any, panel: Panel | Grid) -> dict[str, list[str]]:
+    """Fill a pair of axes; gives what there is to say of the marks of each group, by its name."""
+    axes.set_title(panel.title, loc="left", color=INK, fontsize=11, fontweight="bold")
+    axes.set_xlabel(panel.x_label, color=INK, fontsize=10)
+    axes.set_ylabel(panel.y_label, color=INK, fontsize=10)
+    axes.tick_params(which="both", length=0, labelcolor=FAINT, labelsize=9.5)
+    return _draw_grid(axes, panel) if isinstance(panel, Grid) else _draw_panel(axes, panel)
+
+
+def _draw_panel(axes: Any, panel: Panel) -> dict[str, list[str]]:
+    axes.margins(0.06)
     if panel.log_x:
-        every = [math.log(point.x) for series in panel.series for point in series.points]
-        low, high = spread_range(every)
-        ticks = list_log_ticks(low, high)
         axes.set_xscale("log")
-        axes.set_xlim(math.exp(low), math.exp(high))
-        axes.set_xticks(ticks, [format_number(tick) for tick in ticks])
-        axes.set_xticks([], minor=True)
-    axes.grid(color=PALE, linewidth=0.6)
+    # nothing is cut off, so there is nothing to clip
+    axes.grid(color=PALE, linewidth=0.6, clip_on=False)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(PALE)
-    for series in panel.series:
-        xs, ys = [point.x for point in series.points], [point.y for point in series.points]
-        axes.plot(xs, ys, **_choose_style(series))
+    axes.spines[:].set_visible(False)
+    tips = {}
+    for number, series in enumerate(panel.series):
+        xs, ys, words = zip(*series.points, strict=True)
+        kind, look = series.style, _choose_look(series)
+        if kind in ("line", "guide"):
+            axes.plot(xs, ys, clip_on=False, **look)
+            # a line is too thin to be pointed at: its points have marks that show when they are
+            kind, look = "spot", {**_choose_look(series._replace(style="dots")), "alpha": 0}
+        if kind != "spot" or any(words):
+            gid = f"{kind} {number}"
+            axes.plot(xs, ys, clip_on=False, gid=gid, **look)
+            tips[gid] = list(words)
+    _choose_ticks(axes, panel.log_x)
+    return tips
 
 
-def _draw_grid(axes: Any, grid: Grid) -> None:
-    import numpy as np
+def _choose_ticks(axes: Any, log_x: bool) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    values = np.full((len(grid.rows), len(grid.columns)), np.nan)
-    for cell in grid.cells:
-        values[grid.rows.index(cell.row), grid.columns.index(cell.column)] = cell.value
-    axes.imshow(values, cmap="Blues_r", aspect="auto")
+    for axis in (axes.yaxis,) if log_x else (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(7, steps=STEPS))
+        # each tick says all of its number
+        axis.get_major_formatter().set_useOffset(False)
+    if log_x:
+        low, high = axes.get_xlim()
+        locator = LogLocator(subs=(1, 2, 5))
+        if sum(low <= tick <= high for tick in locator.tick_values(low, high)) < 3:
+            locator = MaxNLocator(7, steps=STEPS)
+        axes.xaxis.set_major_locator(locator)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, place: format_number(value)))
+        axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _draw_grid(axes: Any, grid: Grid) -> dict[str, list[str]]:
+    from matplotlib.patches import Rectangle
+
     axes.set_xticks(range(len(grid.columns)), grid.columns)
     axes.set_yticks(range(len(grid.rows)), grid.rows)
+    axes.set_xlim(-0.5, len(grid.columns) - 0.5)
+    # the first row is on top
+    axes.set_ylim(len(grid.rows) - 0.5, -0.5)
     axes.spines[:].set_visible(False)
-    low, high = np.nanmin(values), np.nanmax(values)
-    for cell in grid.cells:
-        place = grid.columns.index(cell.column), grid.rows.index(cell.row)
-        dark = cell.value < (low + high) / 2 or low == high
-        axes.text(
-            *place, f"{cell.value:.4f}", ha="center", va="center", color="white" if dark else INK
-        )
+    low, high = (pick(cell.value for cell in grid.cells) for pick in (min, max))
+    tips = {}
+    for number, cell in enumerate(grid.cells):
+        x, y = grid.columns.index(cell.column), grid.rows.index(cell.row)
+        good, gid = 1.0 if high == low else (high - cell.value) / (high - low), f"cell {number}"
+        look = {"facecolor": COLORS[0], "alpha": 0.1 + 0.9 * good, "linewidth": 0}
+        place = (x - 0.49, y - 0.49)
+        axes.add_patch(Rectangle(place, 0.98, 0.98, clip_on=False, gid=gid, **look))
+        words = {"color": PAPER, "fontweight": "bold"} if good > 0.5 else {"color": INK}
+        axes.text(x, y, f"{cell.value:.4f}", ha="center", va="center", fontsize=10, **words)
+        tips[gid] = [cell.tip]
+    return tips
 
 
-def _choose_style(series: Series) -> dict[str, Any]:
-    color, marker = COLORS[series.color % len(COLORS)], series.color // len(COLORS) % len(MARKERS)
-    styles = {
-        "dots": {"linestyle": "", "marker": MARKERS[marker], "markersize": 5, "alpha": 0.8},
-        "star": {"linestyle": "", "marker": "*", "markersize": 15, "markeredgecolor": "white"},
-        "line": {"linewidth": 1.6},
-        "guide": {"linewidth": 1.0, "linestyle": ":", "color": INK},
+def _choose_look(series: Series) -> dict[str, Any]:
+    marker, line = (kinds[_count_rounds(series) % len(kinds)] for kinds in (MARKERS, LINES))
+    dot = {"linestyle": "", "markeredgecolor": PAPER, "markeredgewidth": 0.6}
+    looks: dict[str, dict[str, Any]] = {
+        "dots": {**dot, "marker": marker, "markersize": 6, "alpha": 0.8},
+        "star": {**dot, "marker": "*", "markersize": 15},
+        "line": {"linewidth": 1.7, "linestyle": line},
+        "guide": {"linewidth": 1.0, "linestyle": (0, (2, 3)), "color": FAINT},
     }
-    return {"color": color, **styles[series.style]}
+    return {"color": COLORS[series.color % len(COLORS)], **looks[series.style]}
 
 
-def _make_handle(series: Series) -> Any:
+def _count_rounds(series: Series) -> int:
+    """How often all colours were used before this one."""
+    return series.color // len(COLORS)
+
+
+def _make_handle(series: Series, name: str) -> Any:
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], label=_plain(series.name), **_choose_style(series))
-
-
-def _plain(text: str) -> str:
-    # a dollar would start a formula, and a label that begins with _ is left out
-    text = text.replace("$", r"\$")
-    return f" {text}" if text.startswith("_") else text
+    # a label that begins with _ is left out
+    name = f" {name}" if name.startswith("_") else name
+    return Line2D([], [], label=name, **_choose_look(series))

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 from depthmix import flops
 from depthmix.config import ModelConfig
 from depthmix.recipe import Recipe, RunConfig
-from depthmix.report.curves import follow_number, thin_curve
 from depthmix.rundir import RunDir
 from depthmix.runs import RunSummary, list_runs
 
 BUDGET_TOLERANCE = 0.02
 """Budgets so close, as a share, are one: a run spends whole steps."""
+CURVE_POINTS = 40
+"""Points of a curve of training losses, at most; each is a mean."""
 NUM_POINTS = 20
 """Points of a curve that is made of batches, about."""
 MIN_VALIDATIONS = 5
@@ -266,6 +267,39 @@ def _find_speed(train: Sequence[Mapping[str, Any]]) -> float | None:
     # the median: a record beside another run's start or end says little
     speeds = [s for record in train if (s := record.get("tokens_per_second")) is not None]
     return statistics.median(speeds) if speeds else None
+
+
+def thin_curve(
+    train: Sequence[Mapping[str, Any]], most: int = CURVE_POINTS
+) -> tuple[tuple[float, float], ...]:
+    """(share of the run, loss): at most `most` means over stretches of equal length.
+
+    A stretch stands at the mean of its records, so that no loss seems to come before its time.
+    Losses that are not finite are left out.
+    """
+    if not train:
+        return ()
+    last = train[-1]["step"]
+    stretches: dict[int, list[tuple[float, float]]] = {}
+    for record in train:
+        loss = record.get("loss")
+        if loss is not None and math.isfinite(loss):
+            # rounded up: what ends a stretch belongs to it
+            number = -(-record["step"] * most // last)
+            stretches.setdefault(number, []).append((record["step"] / last, float(loss)))
+    means = (
+        (statistics.fmean(share for share, _ in part), statistics.fmean(loss for _, loss in part))
+        for part in stretches.values()
+    )
+    return tuple(means)
+
+
+def follow_number(
+    records: Iterable[Mapping[str, Any]], name: str, num_steps: int
+) -> tuple[tuple[float, float], ...]:
+    """(share of the run, number) of every record that has it."""
+    found = ((record["step"] / num_steps, record.get(name)) for record in records)
+    return tuple((share, float(value)) for share, value in found if value is not None)
 
 
 def _read_heads(model: ModelConfig, folder: RunDir, num_steps: int) -> Iterable[Head]:

@@ -15,14 +15,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from depthmix.describe import format_flops, format_number
 from depthmix.files import replace_file
 from depthmix.report.charts import list_charts
-from depthmix.report.figures import draw_figures
+from depthmix.report.figures import Chart, NoMatplotlib, draw_chart, save_images
 from depthmix.report.fit import Comparison, Fit, compare_minima, fit_runs
 from depthmix.report.load import Row, Runs, load_runs
-from depthmix.report.shapes import Chart
-from depthmix.report.svg import draw_chart
+from depthmix.units import format_flops, format_number, format_power, format_seconds
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("template.html")
@@ -33,6 +31,8 @@ class Report(NamedTuple):
 
     page: Path
     images: list[Path]
+    problem: str
+    """Why there are no pictures; empty where there are."""
     runs: Runs
     fits: list[Fit]
     comparisons: list[Comparison]
@@ -47,16 +47,21 @@ def write_report(folder: str | Path, out: str | Path | None = None, command: str
     if place.exists() and not place.is_dir():
         raise ValueError(f"'{place}' is a file: choose another --out for the report's folder")
     place.mkdir(parents=True, exist_ok=True)
-    images = draw_figures(charts, place)
+    problem, images, figures = "", [], []
+    try:
+        figures = [_draw_figure(chart) for chart in charts]
+        images = save_images(charts, place)
+    except NoMatplotlib as error:
+        problem = str(error)
     page = place / PAGE
-    replace_file(page, make_page(runs, fits, charts, command))
-    return Report(page, images, runs, fits, compare_minima(fits))
+    replace_file(page, make_page(runs, fits, figures, command, problem=problem))
+    return Report(page, images, problem, runs, fits, compare_minima(fits))
 
 
 def make_page(
-    runs: Runs, fits: Sequence[Fit], charts: Sequence[Chart], command: str, when: str = ""
+    runs: Runs, fits: Sequence[Fit], figures: Sequence[str], command: str, *, problem: str = ""
 ) -> str:
-    """The page's HTML."""
+    """The page's HTML; `figures` are HTML, too, and `problem` says why there are none."""
     comparisons = compare_minima(fits)
     parts = {
         "title": escape(f"Report on {runs.folder}"),
@@ -66,14 +71,15 @@ def make_page(
             for line in summarize(runs, comparisons)
         ),
         "warnings": "".join(
-            f'<p class="warning">{escape(w)}</p>' for w in find_warnings(runs.rows)
+            f'<p class="warning">{escape(each)}</p>'
+            for each in filter(None, (*find_warnings(runs.rows), problem))
         ),
         "minima": _section("Minima", _list_minima(fits, comparisons), MINIMA_NOTE),
-        "figures": "\n".join(_draw_figure(chart) for chart in charts),
+        "figures": "\n".join(figures),
         "sizes": _section("Sizes", _list_sizes(fits), SIZES_NOTE),
         "runs": _section("Runs", _list_runs(runs.rows), ""),
         "left_out": _section("Left out", _list_left_out(runs), "In no fit and in no figure."),
-        "origin": _table(_list_origin(runs, command, when)),
+        "origin": _table(_list_origin(runs, command)),
     }
     text = TEMPLATE.read_text(encoding="utf-8")
     # in one pass: what a run is called must not be taken for a place
@@ -108,7 +114,7 @@ def tell_comparison(found: Comparison) -> str:
     """One sentence, with its reservation where a minimum is not bracketed."""
     fit, side = found.fit, "below" if found.percent < 0 else "above"
     sentence = (
-        f"At {_tell_flops(fit.budget)} training FLOPs {fit.variant} is {abs(found.percent):.2f} % "
+        f"At {format_power(fit.budget)} training FLOPs {fit.variant} is {abs(found.percent):.2f} % "
         f"{side} {found.dense.variant} ({fit.loss:.4f} against {found.dense.loss:.4f}), at "
         f"{100 * found.relative_flops:.0f} % of its forward FLOPs."
     )
@@ -152,7 +158,7 @@ def _list_minima(fits: Sequence[Fit], comparisons: Sequence[Comparison]) -> list
         parity = None if found is None else found.parity_flops
         table.append(
             [
-                _tell_flops(fit.budget),
+                format_power(fit.budget),
                 fit.variant,
                 f"{fit.loss:.4f}",
                 "-" if fit.best.spread is None else f"{fit.best.spread:.4f}",
@@ -178,7 +184,7 @@ def _list_sizes(fits: Sequence[Fit]) -> list[list[str]]:
             count = size.rows[0].parameters
             table.append(
                 [
-                    _tell_flops(fit.budget),
+                    format_power(fit.budget),
                     fit.variant,
                     *map(format_number, (count.total, count.active, count.total_non_embedding)),
                     ", ".join(str(row.seed) for row in size.rows),
@@ -200,14 +206,14 @@ def _list_runs(rows: Sequence[Row]) -> list[list[str]]:
             [
                 row.name,
                 row.variant,
-                _tell_flops(row.budget),
-                f"{row.flops:.3e}",
+                format_power(row.budget),
+                format_power(row.flops),
                 format_number(row.parameters.total),
                 format_flops(row.flops_per_token),
                 f"{row.loss:.4f}",
                 "-" if row.loss_causal is None else f"{row.loss_causal:.4f}",
                 f"{row.seed}",
-                "-" if row.seconds is None else _tell_seconds(row.seconds),
+                "-" if row.seconds is None else format_seconds(row.seconds),
                 "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
             ]
         )
@@ -220,7 +226,7 @@ def _list_left_out(runs: Runs) -> list[list[str]]:
     return [["run", "state", "reason"], *(list(run) for run in runs.left_out)]
 
 
-def _list_origin(runs: Runs, command: str, when: str) -> list[list[str]]:
+def _list_origin(runs: Runs, command: str) -> list[list[str]]:
     """Where the page and its runs come from."""
     rows = runs.rows
     versions = {f"python {platform.python_version()}"}
@@ -235,7 +241,7 @@ def _list_origin(runs: Runs, command: str, when: str) -> list[list[str]]:
     commits = {str((row.provenance.get("git") or {}).get("commit", "")) for row in rows}
     told = {
         "command": command,
-        "made": when or datetime.now(UTC).isoformat(timespec="seconds"),
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "by": ", ".join(sorted(versions)),
         "runs trained by": ", ".join(sorted(trained)),
         "on": ", ".join(sorted({_name_device(row) for row in rows})),
@@ -279,13 +285,3 @@ def _draw_figure(chart: Chart) -> str:
 def _name_device(row: Row) -> str:
     device = row.provenance.get("device") or {}
     return str(device.get("name") or device.get("kind") or "an unknown device")
-
-
-def _tell_flops(value: float) -> str:
-    return f"{value:.3g}".replace("e+0", "e").replace("e+", "e")
-
-
-def _tell_seconds(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.2f} h"

@@ -20,7 +20,6 @@ from depthmix import flops
 from depthmix.budget import count_steps, list_stages
 from depthmix.data.default import find_cache, prepare_default
 from depthmix.data.progress import show_progress
-from depthmix.describe import format_number
 from depthmix.models import StoredModel, open_model
 from depthmix.models.chat import write_chat
 from depthmix.recipe import RunConfig
@@ -28,6 +27,7 @@ from depthmix.rundir import RunDir, State, collect_provenance, name_run
 from depthmix.train.log import READER_GONE
 from depthmix.train.loop import Outcome, Trainer
 from depthmix.train.start import check_memory, check_tokenizer, open_corpus
+from depthmix.units import format_number
 from depthmix.world import World, open_world
 
 

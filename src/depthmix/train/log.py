@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from depthmix.describe import format_number
 from depthmix.files import replace_file
 from depthmix.rundir import RunDir
+from depthmix.units import format_clock, format_number
 
 REFRESH_SECONDS = 0.25
 PLAIN_SECONDS = 10.0
@@ -151,7 +151,7 @@ class Logger:
         self._latest, self._drawn_at = None, self.clock()
         self._marks.append((self._drawn_at, step))
         told, counted = format_fields(fields), f"{step}/{self.num_steps}"
-        times = f"{_format_seconds(self._drawn_at - self._started_at)}{self._tell_end(step)}"
+        times = f"{format_clock(self._drawn_at - self._started_at)}{self._tell_end(step)}"
         if self._live is None:
             parts = (self.description, f"step {counted}", told, times)
             self.say("  ".join(part for part in parts if part))
@@ -174,7 +174,7 @@ class Logger:
         now = datetime.now()
         end = now + timedelta(seconds=seconds)
         day = "" if end.date() == now.date() else f"{end:%a %d %b} "
-        return f"  {_format_seconds(seconds)} left, ends {day}{end:%H:%M}"
+        return f"  {format_clock(seconds)} left, ends {day}{end:%H:%M}"
 
     def _open_board(self) -> Any:
         try:
@@ -295,7 +295,3 @@ def _start_wandb(run: RunDir) -> Any:
             f"W&B did not start ({error}): log in by 'wandb login', or set WANDB_MODE=offline"
         ) from error
     return wandb
-
-
-def _format_seconds(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

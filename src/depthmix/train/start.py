@@ -15,11 +15,11 @@ from depthmix.checkpoint import collect_tensors
 from depthmix.checkpoint.fit import fit_weights
 from depthmix.data.shards import Corpus
 from depthmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-from depthmix.describe import format_bytes
 from depthmix.models import StoredModel
 from depthmix.nn import Transformer
 from depthmix.nn.router import Predictor, Router
 from depthmix.recipe import RunConfig
+from depthmix.units import format_bytes
 from depthmix.world import World
 
 # hashing this much takes a second or two; of more, only the sizes are compared

@@ -1,0 +1,63 @@
+"""Numbers as people read them: counts, FLOPs, bytes and times.
+
+Owns the words for a number, wherever it is printed. Knows nothing of what was counted.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+MINUTE, HOUR = 60, 3600
+
+
+def format_number(value: int | float) -> str:
+    """Three digits and a unit: `832`, `60.5 M`."""
+    return _scale(value, 1000, ("", "K", "M", "G", "T", "P", "E", "Z", "Y"))
+
+
+def format_flops(value: int | float) -> str:
+    """Three digits and a unit: `1.23 GFLOP`."""
+    number, _, unit = format_number(value).partition(" ")
+    return f"{number} {unit}FLOP"
+
+
+def format_bytes(value: int | float) -> str:
+    """Three digits and a binary unit: `12.6 MiB`."""
+    return _scale(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
+
+
+def format_power(value: int | float) -> str:
+    """Three digits, with a power of ten where the number is long: `250`, `1.3e15`."""
+    return f"{value:.3g}".replace("e+0", "e").replace("e+", "e")
+
+
+def format_seconds(seconds: int | float) -> str:
+    """A measured time by its first digits and a unit: `12.3 ms`, `89.5 s`, `3.21 min`, `4 h`."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 2 * MINUTE:
+        return f"{seconds:.3g} s"
+    return f"{seconds / MINUTE:.3g} min" if seconds < 2 * HOUR else f"{seconds / HOUR:.4g} h"
+
+
+def format_estimate(seconds: int | float) -> str:
+    """A time that nobody measured, the coarser the longer: `45 s`, `12 min`, `3.5 h`."""
+    if seconds < 1.5 * MINUTE:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 1.5 * HOUR:
+        return f"{round(seconds / MINUTE)} min"
+    return f"{seconds / HOUR:.1f} h"
+
+
+def format_clock(seconds: int | float) -> str:
+    """A time that runs, as a clock shows it: `0:01:05`."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _scale(value: int | float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    # compared after rounding, so that 999,999 is 1.00 M and not 1000 K
+    while round(value) >= base and power + 1 < len(units):
+        value, power = value / base, power + 1
+    decimals = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
+    digits = f"{value:.{decimals}f}" if value < 10 * base else f"{value:.2e}"
+    return f"{digits} {units[power]}".rstrip()
