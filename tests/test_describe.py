@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from depthmix import flops
-from depthmix.config import ModelConfig
+from depthmix.config import ModelConfig, load_config, load_preset, preset_names
 from depthmix.describe import (
     describe_model,
     format_bytes,
@@ -21,7 +21,6 @@ from depthmix.describe import (
     print_tables,
     to_json,
 )
-from depthmix.presets import load_config, load_preset, preset_names
 
 
 def render(*names: str, width: int = 80, encoding: str = "utf-8") -> str:
@@ -246,7 +245,7 @@ def test_sizes_beyond_floats_are_refused(overrides: dict[str, int]) -> None:
 
 
 def test_a_runs_configuration_is_its_model(tmp_path: Path) -> None:
-    from depthmix.recipe import RunConfig
+    from depthmix.config import RunConfig
 
     run = RunConfig(model=load_preset("tiny", width=48))
     path = tmp_path / "config.toml"

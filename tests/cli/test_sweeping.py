@@ -10,7 +10,7 @@ import pytest
 
 from depthmix.cli import main, sweeping
 from depthmix.cli.sweeping import format_duration
-from depthmix.presets import load_run_config
+from depthmix.config import load_run_config
 from depthmix.runs import list_runs
 from depthmix.sweep import cluster, execute
 from tiny_runs import write_data

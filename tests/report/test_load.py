@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 
 from depthmix import flops
-from depthmix.report.load import MIN_VALIDATIONS, count_seconds, group_budgets, load_runs, name_kind
+from depthmix.config import ModelConfig, Recipe
+from depthmix.config.fields import document_fields
+from depthmix.report.load import (
+    MIN_VALIDATIONS,
+    OTHER_FIELDS,
+    SIZE_FIELDS,
+    count_seconds,
+    group_budgets,
+    load_runs,
+    name_kind,
+    rank_kind,
+)
 from synthetic_runs import BASE, DENSE, MOD, WIDTHS, Bowl, write_bowl, write_run
 
 MOE: dict[str, Any] = {"experts.strategy": "expert_choice", "experts.num_experts": 2}
@@ -23,6 +34,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "mode integrated": {**MOE, "experts.num_noop": 1},
     "stochastic moe": {**MOE, "routing.strategy": "stochastic"},
 }
+
+
+def test_fields_that_are_left_out_exist() -> None:
+    assert document_fields(Recipe).keys() >= OTHER_FIELDS
+    assert document_fields(ModelConfig).keys() >= SIZE_FIELDS
+
+
+def test_kinds_have_an_order() -> None:
+    shown = ["dense", "mod", "mod causal", "token_choice", "stochastic", "early_exit"]
+    shown += ["moe", "mode staged", "mode integrated", "stochastic moe"]
+    assert sorted(shown[::-1], key=rank_kind) == shown
 
 
 @pytest.mark.parametrize("kind", KINDS)
