@@ -225,6 +225,7 @@ class Bounded:
     share: fields.Share | tuple[fields.Share, ...] | Literal["half"] = 0.5
     part: Annotated[float, fields.Bounds(above=0, most=1, hint="1 is all")] = 1.0
     beta: Annotated[fields.Share, fields.Bounds(below=1)] = 0.0
+    phase: Annotated[float, fields.Bounds(least=0, below=2)] = 0.0
     kind: Annotated[str, fields.Choices({"dog": "it barks", "cat": "it does not"})] = "cat"
     """What it is."""
 
@@ -250,6 +251,7 @@ class Bounded:
         ("part", 0, r"b.part = 0.0 must lie in \(0, 1\]: 1 is all"),
         ("beta", 1, "b.beta = 1.0 must be less than 1"),
         ("beta", 2, "b.beta = 2.0 must lie between 0 and 1"),
+        ("phase", 2, r"b.phase = 2.0 must lie in \[0, 2\)"),
         ("kind", "cow", "b.kind = 'cow' does not fit: it must be one of 'dog', 'cat'"),
         ("kind", 3, "b.kind = 3 does not fit"),
     ],

@@ -44,16 +44,16 @@ class Bounds:
         return f"{name} = {value} must {self._say(finite)}{hint}"
 
     def _say(self, finite: bool) -> str:
-        if self.most < math.inf:
-            if self.above > -math.inf:
-                return f"lie in ({self.above}, {self.most}]"
-            if self.least > -math.inf:
-                return f"lie between {self.least} and {self.most}"
-            return f"not be more than {self.most}"
-        if self.below < math.inf:
-            return f"be less than {self.below}"
-        told = f"at least {self.least}" if self.least else "0 or more"
-        told = told if self.least > -math.inf else f"greater than {self.above}"
+        low, high = max(self.above, self.least), min(self.most, self.below)
+        first, last = "[" if self.least == low else "(", "]" if self.most == high else ")"
+        if -math.inf < low and high < math.inf:
+            closed = first + last == "[]"
+            return (
+                f"lie between {low} and {high}" if closed else f"lie in {first}{low}, {high}{last}"
+            )
+        if high < math.inf:
+            return f"not be more than {high}" if last == "]" else f"be less than {high}"
+        told = f"greater than {low}" if first == "(" else f"at least {low}" if low else "0 or more"
         return f"be {told}" if finite else f"be a finite number, {told}"
 
 
