@@ -25,7 +25,7 @@ import torch
 from meters import name_device
 
 from depthmix import Transformer, flops, load_preset
-from depthmix.recipe import RunConfig
+from depthmix.config import RunConfig
 from depthmix.train.optim import make_optimizers, set_rates
 from depthmix.train.step import TrainStep
 

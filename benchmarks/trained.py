@@ -23,10 +23,10 @@ from decode_step import prepare_decode
 from meters import EnergyMeter, name_device, open_meter, time_call, time_steps
 
 from depthmix import flops
+from depthmix.config import RunConfig
 from depthmix.infer import Engine, SamplingParams
 from depthmix.models import open_model
 from depthmix.nn import Transformer
-from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 from depthmix.sampler import place_network
 from depthmix.train.optim import make_optimizers

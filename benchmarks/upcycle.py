@@ -5,7 +5,7 @@
 
 The ways are in a file (`upcycle.toml` beside this one). Each is an ordinary run of `depthmix
 upcycle` and `depthmix train --from`, `--jobs` of them at a time; what is finished is kept, what was
-stopped goes on. A way that learns from another (`train.distill`) waits for it. Then the original
+stopped goes on. A way that learns from another (`train.teacher`) waits for it. Then the original
 and every run are measured on the same validation text under top-k and causal decisions.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from depthmix.fields import flatten
+from depthmix.config.fields import flatten
 from depthmix.sweep.folders import is_finished
 
 DEPTHMIX = (sys.executable, "-m", "depthmix")
@@ -126,10 +126,10 @@ def main() -> None:
 
     def work(name: str) -> Path:
         fields = dict(ways[name])
-        if teacher := fields.get("train.distill"):
+        if teacher := fields.get("train.teacher"):
             # which may have been healed before
             run = started[teacher].result() if teacher in started else args.out / teacher
-            fields["train.distill"] = str(run)
+            fields["train.teacher"] = str(run)
         print(f"{name}: healing, see {args.out / name}.log", flush=True)
         run = heal(args, name, fields)
         tell(name, run)

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from depthmix.config import load_preset
 from depthmix.infer.engine import count_pages
 from depthmix.infer.fused import CHUNKS, FusedRunner, Shape, Step, choose_chunks, choose_size
 from depthmix.infer.pages import Pages
@@ -24,7 +25,6 @@ from depthmix.kernels import compiling
 from depthmix.kernels.compiling import compile_ahead
 from depthmix.kernels.decode import places
 from depthmix.nn import Transformer
-from depthmix.presets import load_preset
 
 MOST_ROWS, STEP_TOKENS, PAGE_SIZE = 256, 2048, 16
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from depthmix import flops
-from depthmix.config import ModelConfig
-from depthmix.recipe import RunConfig
+from depthmix.config import ModelConfig, RunConfig
 from depthmix.rundir import RunDir
 
 BASE = ModelConfig(vocab_size=256, num_layers=4, width=64, num_heads=4, max_seq_len=64)

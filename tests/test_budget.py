@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from depthmix import flops
 from depthmix.budget import DEFAULT_STEPS, count_flops, count_steps, list_stages
-from depthmix.presets import load_preset
-from depthmix.recipe import Recipe, RunConfig
+from depthmix.config import Recipe, RunConfig, load_preset
 
 
 def test_a_run_without_a_budget_has_a_length() -> None:
@@ -55,7 +54,7 @@ def test_equal_compute_is_more_steps_for_a_routed_model() -> None:
 
 
 def test_micro_batches_cost_nothing() -> None:
-    runs = [RunConfig(train=Recipe(flops=1e16, accumulate=n)) for n in (1, 4)]
+    runs = [RunConfig(train=Recipe(flops=1e16, num_micro_batches=n)) for n in (1, 4)]
     assert count_steps(runs[0]) == count_steps(runs[1])
 
 
@@ -77,7 +76,11 @@ def test_flops_are_kept_while_the_capacity_falls(
     size: float, share: float, num_stages: int, first: float, batch_size: int
 ) -> None:
     model = load_preset("tiny", **{"routing.capacity": 0.25})
-    falling = {"capacity_from": first, "capacity_share": share, "capacity_stages": num_stages}
+    falling = {
+        "start_capacity": first,
+        "capacity_fall_share": share,
+        "num_capacity_stages": num_stages,
+    }
     sizes = {"batch_size": batch_size, "seq_len": 32}
     budget = size * flops.training_flops(model, **sizes)
 
@@ -102,7 +105,7 @@ def test_a_falling_capacity_takes_steps_away() -> None:
     model = load_preset("tiny", **{"routing.capacity": 0.25})
     fields: dict[str, Any] = {"flops": 1e11, "batch_size": 2}
     still = count_steps(RunConfig(model=model, train=Recipe(**fields)))
-    fields |= {"capacity_from": 1.0, "capacity_share": 0.5, "capacity_stages": 1}
+    fields |= {"start_capacity": 1.0, "capacity_fall_share": 0.5, "num_capacity_stages": 1}
     fallen = count_steps(RunConfig(model=model, train=Recipe(**fields)))
     prices = [
         flops.training_flops(model.override({"routing.capacity": c}), batch_size=2)
@@ -114,12 +117,12 @@ def test_a_falling_capacity_takes_steps_away() -> None:
 
 def test_an_absurd_budget_is_counted_too() -> None:
     model = load_preset("tiny", **{"routing.capacity": 0.25})
-    run = RunConfig(model=model, train=Recipe(flops=1e40, capacity_from=1.0))
+    run = RunConfig(model=model, train=Recipe(flops=1e40, start_capacity=1.0))
     assert count_steps(run) > 10**18
 
 
 def test_less_than_a_step_is_refused_while_the_capacity_falls() -> None:
     model = load_preset("tiny")
-    recipe = Recipe(flops=10.0, capacity_from=1.0)
+    recipe = Recipe(flops=10.0, start_capacity=1.0)
     with pytest.raises(ValueError, match="less than one step"):
         count_steps(RunConfig(model=model, train=recipe))

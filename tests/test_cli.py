@@ -15,10 +15,8 @@ import torch
 import depthmix
 from depthmix import describe
 from depthmix.cli import main
-from depthmix.config import ModelConfig
-from depthmix.fields import document_fields
-from depthmix.presets import load_preset, preset_names
-from depthmix.recipe import Recipe, RunConfig
+from depthmix.config import ModelConfig, Recipe, RunConfig, load_preset, preset_names
+from depthmix.config.fields import document_fields
 from depthmix.rundir import RunDir
 from tiny_runs import MODEL, RECIPE, read_tree, write_data
 

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from depthmix import flops
 from depthmix.cli import main
+from depthmix.config import load_preset
 from depthmix.data.prepare import prepare
 from depthmix.data.shards import Corpus
 from depthmix.demo import read_held_out, run_demo
-from depthmix.presets import load_preset
 from depthmix.rundir import RunDir
 from tiny_runs import write_data
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from depthmix import flops
-from depthmix.config import ModelConfig
+from depthmix.config import ModelConfig, load_config, load_preset, preset_names
 from depthmix.describe import (
     describe_model,
     format_ranges,
@@ -18,7 +18,6 @@ from depthmix.describe import (
     print_tables,
     to_json,
 )
-from depthmix.presets import load_config, load_preset, preset_names
 from depthmix.units import format_bytes, format_flops, format_number
 
 
@@ -215,7 +214,7 @@ def test_sizes_beyond_floats_are_refused(overrides: dict[str, int]) -> None:
 
 
 def test_a_runs_configuration_is_its_model(tmp_path: Path) -> None:
-    from depthmix.recipe import RunConfig
+    from depthmix.config import RunConfig
 
     run = RunConfig(model=load_preset("tiny", width=48))
     path = tmp_path / "config.toml"

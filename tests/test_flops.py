@@ -15,11 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from depthmix import flops
-from depthmix.config import ExpertsConfig, ModelConfig, RoutingConfig
+from depthmix.config import ExpertsConfig, ModelConfig, RoutingConfig, load_preset
 from depthmix.nn import Output, Routing, Transformer
 from depthmix.nn.experts import Experts
 from depthmix.nn.router import Predictor
-from depthmix.presets import load_preset
 
 STRATEGIES = ("none", "expert_choice", "token_choice", "stochastic", "early_exit", "causal")
 

@@ -21,8 +21,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from depthmix.checkpoint import folder as disk
+from depthmix.config.fields import parse_override
 from depthmix.data.prepare import prepare
-from depthmix.fields import parse_override
 from depthmix.rundir import RunDir
 
 SERVER = """

@@ -20,8 +20,8 @@ TRAINER = """
 import json, os, signal, sys, time
 from pathlib import Path
 from depthmix.budget import count_steps
-from depthmix.presets import load_run_config
-from depthmix.recipe import RunConfig
+from depthmix.config import load_run_config
+from depthmix.config import RunConfig
 from depthmix.rundir import RunDir
 
 root, args = Path(__file__).parent, sys.argv[1:]

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthmix.config import ModelConfig
+from depthmix.config import ModelConfig, load_preset
 from depthmix.nn import Transformer
 from depthmix.nn.attention import Attention
 from depthmix.nn.experts import Experts
 from depthmix.nn.layers import MLP, RMSNorm
 from depthmix.nn.router import Predictor, Router
 from depthmix.nn.transformer import EMBEDDING_STD
-from depthmix.presets import load_preset
 
 BASE: dict[str, Any] = {
     "vocab_size": 64,

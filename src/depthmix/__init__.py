@@ -4,8 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from depthmix import flops
-from depthmix.config import ExpertsConfig, ModelConfig, RoutingConfig
-from depthmix.presets import load_preset
+from depthmix.config import ExpertsConfig, ModelConfig, RoutingConfig, load_preset
 
 if TYPE_CHECKING:
     from depthmix.infer import Engine, SamplingParams

@@ -11,9 +11,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
-from depthmix.config import ModelConfig
+from depthmix.config import ModelConfig, RunConfig
 from depthmix.flops import training_flops
-from depthmix.recipe import RunConfig
 
 DEFAULT_STEPS = 1000
 """Length of a run that names no budget."""
@@ -29,7 +28,7 @@ def count_steps(run: RunConfig) -> int:
     if recipe.flops is None:
         return DEFAULT_STEPS
     steps = recipe.flops / _price(run, run.model)
-    if recipe.capacity_from is None or steps < 1:
+    if recipe.start_capacity is None or steps < 1:
         return _round_down(steps)
     # no step is cheaper than the last ones, so these are the most that there can be
     most, prices = min(int(steps), sys.maxsize), _list_prices(run)
@@ -46,7 +45,7 @@ def count_flops(run: RunConfig, num_steps: int) -> int:
 def list_stages(run: RunConfig, num_steps: int) -> dict[int, ModelConfig]:
     """First step → the model with the capacities that hold from there on, in order.
 
-    One stage, unless `train.capacity_from` says otherwise. The last step has the model's own.
+    One stage, unless `train.start_capacity` says otherwise. The last step has the model's own.
     """
     # of two that begin at once, in a short run, the later counts
     return dict(zip(_list_firsts(run, num_steps), _list_models(run), strict=True))
@@ -55,13 +54,13 @@ def list_stages(run: RunConfig, num_steps: int) -> dict[int, ModelConfig]:
 def _list_models(run: RunConfig) -> list[ModelConfig]:
     """The stages in order, however long they are."""
     recipe, model = run.train, run.model
-    if recipe.capacity_from is None:
+    if recipe.start_capacity is None:
         return [model]
-    _check(run, recipe.capacity_from)
-    stages, count = [], recipe.capacity_stages
+    _check(run, recipe.start_capacity)
+    stages, count = [], recipe.num_capacity_stages
     for stage in range(count):
         left = 1 - stage / count
-        shares = tuple(c + (recipe.capacity_from - c) * left for c in model.capacities)
+        shares = tuple(c + (recipe.start_capacity - c) * left for c in model.capacities)
         stages.append(model.override({"routing.capacity": shares}))
     return [*stages, model]
 
@@ -69,11 +68,11 @@ def _list_models(run: RunConfig) -> list[ModelConfig]:
 def _list_firsts(run: RunConfig, num_steps: int) -> list[int]:
     """The first step of each stage."""
     recipe = run.train
-    if recipe.capacity_from is None:
+    if recipe.start_capacity is None:
         return [0]
     # the slack keeps 0.07 · 100 from becoming 8
-    num_falling = min(num_steps - 1, math.ceil(recipe.capacity_share * num_steps - 1e-9))
-    count = recipe.capacity_stages
+    num_falling = min(num_steps - 1, math.ceil(recipe.capacity_fall_share * num_steps - 1e-9))
+    count = recipe.num_capacity_stages
     return [math.ceil(stage * num_falling / count) for stage in range(count)] + [num_falling]
 
 
@@ -103,15 +102,15 @@ def _round_down(steps: float) -> int:
 def _check(run: RunConfig, first: float) -> None:
     shares = run.model.capacities
     if not shares:
-        raise ValueError("train.capacity_from needs blocks that route: leave it out")
+        raise ValueError("train.start_capacity needs blocks that route: leave it out")
     if first < max(shares):
         raise ValueError(
-            f"train.capacity_from = {first} is less than the model's capacity {max(shares)}: it is "
-            f"what capacities fall from"
+            f"train.start_capacity = {first} is less than the model's capacity {max(shares)}: it "
+            f"is what capacities fall from"
         )
     kv_capacity = run.model.routing.kv_capacity
     if kv_capacity is not None and first > kv_capacity:
         raise ValueError(
-            f"train.capacity_from = {first} is more than routing.kv_capacity = {kv_capacity}: "
+            f"train.start_capacity = {first} is more than routing.kv_capacity = {kv_capacity}: "
             f"nobody is updated who does not offer keys"
         )

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from depthmix.budget import count_steps
+from depthmix.config import RunConfig, load_config
 from depthmix.data.shards import Corpus
 from depthmix.describe import describe_model, print_tables
 from depthmix.eval.trace import trace_model
@@ -22,8 +23,6 @@ from depthmix.files import replace_file
 from depthmix.infer import SamplingParams
 from depthmix.models import open_model
 from depthmix.models.vocabulary import find_vocabulary
-from depthmix.presets import load_config
-from depthmix.recipe import RunConfig
 from depthmix.report import write_report
 from depthmix.report.curves import Points, draw_text_plot, plot_losses
 from depthmix.report.figures import NoMatplotlib

@@ -10,9 +10,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from depthmix import flops
-from depthmix.config import ModelConfig
+from depthmix.config import ModelConfig, load_preset, preset_names
 from depthmix.flops import Parameters
-from depthmix.presets import load_preset, preset_names
 from depthmix.units import format_bytes, format_flops, format_number
 
 if TYPE_CHECKING:

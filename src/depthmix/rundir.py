@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-from depthmix.fields import suggest
+from depthmix.config.fields import suggest
 from depthmix.files import name_file, replace_file, take_lock
 
 State = Literal["running", "finished", "interrupted", "failed"]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from depthmix.checkpoint import collect_tensors
+from depthmix.config import load_preset
 from depthmix.nn import Transformer
-from depthmix.presets import load_preset
 
 
 class Training:

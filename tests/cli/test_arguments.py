@@ -2,7 +2,7 @@
 
 import pytest
 
-from depthmix.cli.arguments import read_length, tell_missing
+from depthmix.cli.arguments import read_length, split_arguments, tell_missing
 
 
 def test_a_missing_package_is_named() -> None:
@@ -19,3 +19,14 @@ def test_lengths_among_fields() -> None:
     assert read_length({"max_seq_len": "64"}) == 64
     assert read_length({"max_seq_len": "long"}) is None
     assert read_length({}) is None
+
+
+def test_fields_by_their_old_names() -> None:
+    given = ["train.clip=2", "--train.accumulate=4", "train.warmup_share=0.1", "train.warmup=0.2"]
+    assert split_arguments(given, train=True).overrides == {
+        "train.max_grad_norm": "2",
+        "train.num_micro_batches": "4",
+        "train.warmup_share": "0.2",
+    }
+    with pytest.raises(ValueError, match=r"write '--train.clip 3' as train.max_grad_norm=3"):
+        split_arguments(["--train.clip", "3"], train=True)

@@ -8,7 +8,7 @@ import pytest
 from depthmix import flops
 from depthmix.cli import main
 from depthmix.cli.scaling import split_counts
-from depthmix.presets import load_preset
+from depthmix.config import load_preset
 
 SMALL = ["plan-memory", "tiny", "train.batch_size=64"]
 
@@ -35,7 +35,7 @@ def test_a_column_for_each_number_of_gpus(capsys: pytest.CaptureFixture[str]) ->
 
 def test_json_has_raw_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--seq-len", "32", "--network", "100", "--nvlink", "800", "--gpus-per-node", "4"]
-    fields = ["train.shard_size=4", "--train.accumulate=2", "routing.strategy=none"]
+    fields = ["train.shard_size=4", "--train.num_micro_batches=2", "routing.strategy=none"]
     assert main([*SMALL, *options, *fields, "--gpus", "8,16", "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
     assert tree["model"] == "tiny"

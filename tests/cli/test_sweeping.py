@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from depthmix.cli import main, sweeping
-from depthmix.presets import load_run_config
+from depthmix.config import load_run_config
 from depthmix.runs import list_runs
 from depthmix.sweep import cluster, execute
 from tiny_runs import write_data

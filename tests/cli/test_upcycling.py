@@ -34,7 +34,7 @@ def test_upcycle_then_sample_and_trace(
     assert "3 of 4 blocks route: capacity 0.25, gate tanh1" in told
     assert "computes what the dense model does" in told
     assert f"depthmix train --from {run} --data DATA" in told
-    assert f"train.distill={dense}" in told
+    assert f"train.teacher={dense}" in told
     assert f"--tokenizer {run}" in told
 
     assert main(["sample", str(run), "--prompt", "line", "--max-tokens", "5", "--json"]) == 0
@@ -106,7 +106,7 @@ def test_upcycle_then_heal(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
     command = ["prepare", str(text), "--out", str(data), "--workers", "1"]
     assert main([*command, "--tokenizer", str(run)]) == 0
     recipe = ("train.batch_size=2", "train.val_tokens=64", "train.seq_len=32", "--steps", "6")
-    recipe = (*recipe, "train.capacity_from=1.0", f"train.distill={dense}", "--device", "cpu")
+    recipe = (*recipe, "train.start_capacity=1.0", f"train.teacher={dense}", "--device", "cpu")
     place = ("--data", str(data), "--out", str(tmp_path / "healed"))
     assert main(["train", "--from", str(run), *place, *recipe]) == 0
     told = capsys.readouterr().out
@@ -116,7 +116,7 @@ def test_upcycle_then_heal(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert config["model"]["routing"]["gate"] == "tanh1"
     # rates for weights that know something
     assert config["train"]["learning_rate"] == 3e-4
-    assert config["train"]["router_rate"] == 10
+    assert config["train"]["router_rate_factor"] == 10
     assert config["train"]["scale_by_width"] is False
     assert healed.read_metrics("train")[-1]["capacity"] == 0.25
     # how it is talked to goes along, to whoever opens it

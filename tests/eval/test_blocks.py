@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from depthmix.config import load_preset
 from depthmix.eval import blocks
 from depthmix.eval.blocks import find_least_blocks
 from depthmix.eval.perplexity import Stream, measure_stream
 from depthmix.nn import Transformer
-from depthmix.presets import load_preset
 
 NUM_LAYERS = 6
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthmix import fields
-from depthmix.config import ModelConfig
+from depthmix.config import ModelConfig, fields
 from depthmix.infer.depth import Usage
 from depthmix.infer.pages import Pages
 from depthmix.infer.runner import KNOWN_FIELDS, Done, Runner, Work, find_shape_obstacle

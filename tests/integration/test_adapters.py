@@ -12,10 +12,9 @@ from torch import Tensor
 from depthmix.checkpoint import folder as disk
 from depthmix.checkpoint import load_weights
 from depthmix.checkpoint.tensors import read_part
+from depthmix.config import RunConfig, load_preset
 from depthmix.data.shards import Corpus
 from depthmix.models import open_model
-from depthmix.presets import load_preset
-from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 from depthmix.train.launch import Plan, launch
 from depthmix.train.loop import Trainer
@@ -37,7 +36,11 @@ def make_run(model: Any, **changes: Any) -> RunConfig:
     """Adapters, while the capacity falls, with a teacher and in micro-batches."""
     recipe = {n: v for n, v in FIELDS.items() if n.startswith("train.")}
     recipe |= {"train.tensorboard": False, "train.steps": 8, "train.checkpoint_every": 4, **LORA}
-    recipe |= {"train.capacity_from": 1.0, "train.capacity_stages": 2, "train.accumulate": 2}
+    recipe |= {
+        "train.start_capacity": 1.0,
+        "train.num_capacity_stages": 2,
+        "train.num_micro_batches": 2,
+    }
     return RunConfig.from_overrides(model, {**recipe, **changes})
 
 
@@ -56,7 +59,7 @@ def plan_run(dense: Path, out: Path, **changes: Any) -> Plan:
     source = open_model(dense)
     routing = {"routing.strategy": "expert_choice", "routing.gate": "tanh1"}
     model = source.config.override({**routing, "routing.capacity": 0.25})
-    run = make_run(model, **{"train.distill": str(dense), **changes})
+    run = make_run(model, **{"train.teacher": str(dense), **changes})
     data = dense.with_name("data")
     return Plan(run=run, data=data, out=out, device="cpu", start=source)
 
@@ -98,7 +101,7 @@ def test_only_adapted_matrices_change(dense: Path, whole: Path) -> None:
 
 def test_it_begins_as_its_source(dense: Path, whole: Path) -> None:
     source = open_model(whole)
-    run = make_run(source.config, **{"train.capacity_from": None})
+    run = make_run(source.config, **{"train.start_capacity": None})
     corpus = Corpus.open(dense.with_name("data"))
     trainer, model = Trainer(run, corpus, WORLD, start=source), source.network
     assert len(list_adapters(trainer.model)) == 12

@@ -19,9 +19,9 @@ from depthmix.checkpoint import (
     restore_rank_rng,
     restore_tensors,
 )
+from depthmix.config import load_preset
 from depthmix.models import open_model
 from depthmix.nn import Transformer
-from depthmix.presets import load_preset
 from depthmix.train.muon import Muon
 
 NUM_RANKS = 2

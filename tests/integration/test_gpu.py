@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from depthmix.config import Recipe, RunConfig
 from depthmix.kernels import linear, linear_cross_entropy, multiply_groups, reference
 from depthmix.nn import Transformer
 from depthmix.nn.transformer import Output
-from depthmix.recipe import Recipe, RunConfig
 from depthmix.train.evaluate import look_at_batch
 from depthmix.train.loss import IGNORE, RoutingLoss
 from depthmix.train.meter import Meter

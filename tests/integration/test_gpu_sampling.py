@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from depthmix.config import load_preset
 from depthmix.infer import Engine, SamplingParams
 from depthmix.infer.results import Result, Sample
 from depthmix.infer.runner import find_shape_obstacle
 from depthmix.nn import Transformer
-from depthmix.presets import load_preset
 from variants import causal_cases, make_config, make_model, make_tokens
 
 pytestmark = pytest.mark.gpu

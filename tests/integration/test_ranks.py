@@ -19,11 +19,11 @@ from rich.console import Console
 from torch._dynamo.testing import CompileCounter
 
 from depthmix.checkpoint.folder import find_damage
+from depthmix.config import RunConfig
 from depthmix.data.manifest import MANIFEST_FILE, Manifest
 from depthmix.data.writer import ShardWriter
 from depthmix.nn.block import Block
 from depthmix.nn.router import Router
-from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 from depthmix.train import loop
 from depthmix.train.launch import Plan, launch
@@ -54,9 +54,9 @@ CURVES: dict[str, tuple[str, dict[str, Any]]] = {
     # three cannot be shared by two: each is cut
     "experts": ("mode_staged", {"experts.num_experts": 3}),
     "replicas": ("mod", {"train.shard_size": 1}),
-    "recomputed": ("mod", {"train.checkpoint_activations": True, "train.accumulate": 2}),
+    "recomputed": ("mod", {"train.checkpoint_activations": True, "train.num_micro_batches": 2}),
     # as on a GPU, see `fuse`; every gradient is clipped
-    "fused": ("mod", {"train.clip": 0.1}),
+    "fused": ("mod", {"train.max_grad_norm": 0.1}),
     "muon": ("mod", {"train.optimizer": "muon"}),
     "muon replicas": ("mod", {"train.optimizer": "muon", "train.shard_size": 1}),
 }

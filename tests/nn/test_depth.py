@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from depthmix.config import STRATEGIES
 from depthmix.nn.attention import Memory, Place
 from depthmix.nn.block import Block, Update
 from depthmix.nn.depth import Decider, MixtureOfDepths
@@ -270,6 +271,10 @@ def test_no_target_where_there_is_no_topk_to_learn(name: str) -> None:
     assert routing.target is None
     assert routing.predictor_logits is None
     assert decider.predictor is None
+
+
+def test_every_strategy_is_among_the_variants() -> None:
+    assert {make_config(name).routing.strategy for name in NAMES} == set(STRATEGIES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from depthmix.config import GATES
 from depthmix.nn.routing import (
     Candidates,
     Kept,
@@ -248,6 +249,15 @@ def test_gates_by_hand(
     weight.sum().backward()
     assert scores.grad is not None
     assert scores.grad[0].tolist() == pytest.approx([slope(r) for r in values], abs=1e-15)
+
+
+def test_every_gate_has_its_formula() -> None:
+    scores = torch.tensor([[-0.5, 0.0, 2.0]], dtype=torch.float64)
+    for name, formula in GATES.items():
+        told = [
+            eval(formula, {"r": r, "exp": math.exp, "tanh": math.tanh}) for r in scores[0].tolist()
+        ]
+        assert apply_gate(name, scores)[0].tolist() == pytest.approx(told), name
 
 
 def test_unknown_gate_is_refused() -> None:

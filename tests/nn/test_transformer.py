@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthmix.config import ModelConfig
+from depthmix.config import ModelConfig, load_preset
 from depthmix.nn import Cache, MixtureOfDepths, Transformer
 from depthmix.nn.transformer import EMBEDDING_STD, count_positions
-from depthmix.presets import load_preset
 from variants import (
     NAMES,
     gradients_of,

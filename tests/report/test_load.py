@@ -10,12 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthmix import flops
+from depthmix.config import ModelConfig, Recipe
+from depthmix.config.fields import document_fields
 from depthmix.report.load import (
     MIN_VALIDATIONS,
+    OTHER_FIELDS,
+    SIZE_FIELDS,
     count_seconds,
     group_budgets,
     load_runs,
     name_kind,
+    rank_kind,
     thin_curve,
 )
 from synthetic_runs import BASE, DENSE, MOD, WIDTHS, Bowl, write_bowl, write_run
@@ -33,6 +38,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "mode integrated": {**MOE, "experts.num_noop": 1},
     "stochastic moe": {**MOE, "routing.strategy": "stochastic"},
 }
+
+
+def test_fields_that_are_left_out_exist() -> None:
+    assert document_fields(Recipe).keys() >= OTHER_FIELDS
+    assert document_fields(ModelConfig).keys() >= SIZE_FIELDS
+
+
+def test_kinds_have_an_order() -> None:
+    shown = ["dense", "mod", "mod causal", "token_choice", "stochastic", "early_exit"]
+    shown += ["moe", "mode staged", "mode integrated", "stochastic moe"]
+    assert sorted(shown[::-1], key=rank_kind) == shown
 
 
 @pytest.mark.parametrize("kind", KINDS)

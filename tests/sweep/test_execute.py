@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from depthmix.recipe import RunConfig
+from depthmix.config import RunConfig
 from depthmix.rundir import RunDir
 from depthmix.sweep import execute as execute_module
 from depthmix.sweep.execute import Executor, Progress, Summary

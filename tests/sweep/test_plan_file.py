@@ -22,6 +22,18 @@ def test_dotted_fields_seeds_and_defaults(tree: dict[str, Any]) -> None:
     assert second == (fields, "wide", ("dense", "mod"), (4e9,), (7,))
 
 
+def test_fields_by_their_old_names(tree: dict[str, Any]) -> None:
+    tree["common"] = {"train": {"batch_size": 2, "clip": 2.0}}
+    tree["scale"] = {"smoke": {"common": {"train.max_grad_norm": 3.0}}}
+    tree["variants"]["mod"]["train"] = {"warmup": 0.5}
+    tree["sizes"] = [{"width": 32, "train": {"accumulate": 2}}]
+    plan = read_plan(tree)
+    # the scale's word goes before the top's, by whatever name
+    assert plan.common == {"train.batch_size": 2, "train.max_grad_norm": 3.0}
+    assert plan.variants["mod"]["train.warmup_share"] == 0.5
+    assert plan.sizes[0].fields == {"width": 32, "train.num_micro_batches": 2}
+
+
 def test_a_scale_goes_before_the_top(tree: dict[str, Any]) -> None:
     small = {"budgets": [1e8], "common": {"train": {"seq_len": 8}}, "vocab_size": 512}
     small |= {"tflops": 1}

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from depthmix.config import RunConfig, load_preset
 from depthmix.nn import Transformer
 from depthmix.nn.router import Router
-from depthmix.presets import load_preset
-from depthmix.recipe import RunConfig
 from depthmix.train.activations import Activations, count_activations
 from depthmix.train.parallel import compile_layers
 from depthmix.train.step import compute_loss

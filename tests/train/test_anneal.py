@@ -13,10 +13,9 @@ from rich.console import Console
 from depthmix import flops
 from depthmix.budget import list_stages
 from depthmix.checkpoint import folder as disk
+from depthmix.config import RunConfig, load_preset
 from depthmix.models import open_model
 from depthmix.nn import MixtureOfDepths, Transformer
-from depthmix.presets import load_preset
-from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 from depthmix.train.anneal import Annealer
 from depthmix.train.launch import Plan, launch
@@ -26,14 +25,18 @@ from depthmix.world import World
 from tiny_runs import FIELDS, read_result, stop_at_step, write_data
 from variants import make_config
 
-FALLING = {"train.capacity_from": 1.0, "train.capacity_share": 0.6, "train.capacity_stages": 3}
+FALLING = {
+    "train.start_capacity": 1.0,
+    "train.capacity_fall_share": 0.6,
+    "train.num_capacity_stages": 3,
+}
 WORLD = World(0, 1, torch.device("cpu"))
 
 
 def make_run(**changes: Any) -> RunConfig:
     fixed = {"train.tensorboard": False, "train.steps": 10, "train.checkpoint_every": 2}
     fixed |= {
-        "train.keep_checkpoints": 9,
+        "train.num_kept_checkpoints": 9,
         "train.val_every": 3,
         "routing.capacity": 0.25,
         **FALLING,
@@ -80,7 +83,7 @@ def test_stages_fall_from_the_first_to_the_models_own(
     ("changes", "told"),
     [
         ({"routing.strategy": "none"}, "needs blocks that route"),
-        ({"train.capacity_from": 0.1}, "is less than the model's capacity 0.25"),
+        ({"train.start_capacity": 0.1}, "is less than the model's capacity 0.25"),
         ({"routing.kv_capacity": 0.5}, r"is more than routing.kv_capacity = 0.5"),
     ],
     ids=str,
@@ -92,9 +95,9 @@ def test_what_cannot_fall_is_refused(changes: dict[str, Any], told: str) -> None
 
 
 def test_recipes_that_cannot_fall_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"train.capacity_from = 1.5 must lie in"):
+    with pytest.raises(ValueError, match=r"train.start_capacity = 1.5 must lie in"):
         make_run(train__capacity_from=1.5)
-    with pytest.raises(ValueError, match=r"train.capacity_stages = 0 must be greater than 0"):
+    with pytest.raises(ValueError, match=r"train.num_capacity_stages = 0 must be greater than 0"):
         make_run(train__capacity_stages=0)
 
 

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
+from depthmix.config import RunConfig, load_preset
 from depthmix.models import StoredModel, open_model
 from depthmix.nn import Transformer
-from depthmix.presets import load_preset
-from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 from depthmix.train import distill
 from depthmix.train.distill import Distillation, mean_divergence, open_distillation
@@ -103,7 +102,7 @@ def make_source(**changes: Any) -> StoredModel:
 
 
 def test_teachers_that_know_other_tokens_are_refused() -> None:
-    run = RunConfig.from_overrides(make_config("mod"), {"train.distill": "teacher"})
+    run = RunConfig.from_overrides(make_config("mod"), {"train.teacher": "teacher"})
     cpu = torch.device("cpu")
     assert open_distillation(make_source(), run, cpu).weight == 1.0
     with pytest.raises(ValueError, match="teacher has 65 ids and this model 64"):
@@ -121,7 +120,7 @@ def test_a_run_learns_from_a_teacher_and_finds_it_again(
         load_preset("tiny"), {**fixed, "routing.strategy": "none", "train.steps": 2}
     )
     launch(Plan(run=dense, data=data, out=tmp_path / "teacher", device="cpu"), quiet)
-    fields = {**fixed, "train.distill": str(tmp_path / "teacher")}
+    fields = {**fixed, "train.teacher": str(tmp_path / "teacher")}
     run = RunConfig.from_overrides(load_preset("tiny"), fields)
     plan = Plan(run=run, data=data, out=tmp_path / "run", device="cpu")
     launch(plan, quiet)

@@ -17,8 +17,7 @@ import torch
 from rich.console import Console
 
 from depthmix.checkpoint import folder as disk
-from depthmix.presets import load_preset
-from depthmix.recipe import RunConfig
+from depthmix.config import RunConfig, load_preset
 from depthmix.rundir import RunDir
 from depthmix.train import launch as launching
 from depthmix.train.launch import Plan, check_memory, launch

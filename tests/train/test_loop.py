@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 
 from depthmix.checkpoint import collect_rng
 from depthmix.checkpoint import folder as disk
+from depthmix.config import RunConfig, load_preset
 from depthmix.data.shards import Corpus
-from depthmix.presets import load_preset
-from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 from depthmix.train import loop
 from depthmix.train.log import SilentLogger
@@ -103,7 +102,7 @@ def test_lines_are_written_while_the_next_step_runs(
 ) -> None:
     orders = []
     for later in (False, True):
-        run = make_run(log_every=2, val_every=4, checkpoint_every=6, keep_checkpoints=9)
+        run = make_run(log_every=2, val_every=4, checkpoint_every=6, num_kept_checkpoints=9)
         trainer = make_trainer(run, data, tmp_path / str(later), log_later=later)
         with monkeypatch.context() as patched:
             seen = spy_order(trainer, patched)
@@ -182,7 +181,7 @@ def spy_rates(trainer: Trainer) -> list[list[float]]:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_each_step_has_its_own_learning_rate(data: Path, tmp_path: Path, optimizer: str) -> None:
     """The first step the first rate, the last one the last, and no other after a stop."""
-    shape = {"schedule": "wsd", "warmup": 0.4, "decay": 0.3, "final_rate": 0.0}
+    shape = {"schedule": "wsd", "warmup_share": 0.4, "decay_share": 0.3, "final_rate_share": 0.0}
     run = make_run(optimizer=optimizer, log_every=1, learning_rate=0.01, **shape)
     shares = [1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 1, 2 / 3, 1 / 3, 0]
     expected = [0.01 * share for share in shares]
@@ -231,7 +230,7 @@ def test_the_best_checkpoint_is_by_the_causal_loss(
         dict(zip(losses, found, strict=True)) for found in zip(*losses.values(), strict=True)
     ]
     script_validations(monkeypatch, records)
-    run = make_run(steps=8, val_every=2, checkpoint_every=2, keep_checkpoints=1)
+    run = make_run(steps=8, val_every=2, checkpoint_every=2, num_kept_checkpoints=1)
     outcome = train(make_trainer(run, data, tmp_path / "run"))
     assert outcome.val.items() >= records[-1].items()
     folder = tmp_path / "run" / "checkpoints"
@@ -330,10 +329,10 @@ def test_a_mean_over_steps_survives_a_stop(data: Path, tmp_path: Path) -> None:
 
 
 def test_checkpoints_by_the_clock(data: Path, tmp_path: Path) -> None:
-    run = make_run(steps=3, checkpoint_minutes=0, keep_checkpoints=9)
+    run = make_run(steps=3, checkpoint_minutes=0, num_kept_checkpoints=9)
     train(make_trainer(run, data, tmp_path / "often"))
     assert list(disk.list_checkpoints(tmp_path / "often" / "checkpoints")) == [1, 2, 3]
-    run = make_run(steps=3, keep_checkpoints=9)
+    run = make_run(steps=3, num_kept_checkpoints=9)
     train(make_trainer(run, data, tmp_path / "seldom"))
     assert list(disk.list_checkpoints(tmp_path / "seldom" / "checkpoints")) == [3]
 
@@ -366,7 +365,7 @@ def test_what_is_not_finite_is_never_saved(
     value: float,
     log_later: bool,
 ) -> None:
-    run = make_run(**recipe, keep_checkpoints=9)
+    run = make_run(**recipe, num_kept_checkpoints=9)
     trainer = make_trainer(run, data, tmp_path / "run", log_later=log_later)
     do_at(trainer, 4, poison(trainer, value))
     with pytest.raises(ValueError, match=f"training diverged: {sentence}; .*learning_rate"):
@@ -441,9 +440,9 @@ def test_what_processes_cannot_share_is_refused(data: Path) -> None:
     several = World(0, 2, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"whole matrices, which 2 processes would share"):
         Trainer(make_run(trainable="lora"), Corpus.open(data), several)
-    shared = r"6 cannot be shared by 2 processes x train\.accumulate=2: give a multiple of 4"
+    shared = r"6 cannot be shared by 2 processes x train\.num_micro_batches=2: give a multiple of 4"
     with pytest.raises(ValueError, match=shared):
-        Trainer(make_run(batch_size=6, accumulate=2), Corpus.open(data), several)
+        Trainer(make_run(batch_size=6, num_micro_batches=2), Corpus.open(data), several)
     with pytest.raises(ValueError, match=r"train\.cuda_graph = true needs a GPU"):
         Trainer(make_run(cuda_graph=True), Corpus.open(data), WORLD)
 

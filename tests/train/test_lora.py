@@ -9,10 +9,9 @@ from rich.console import Console
 
 from depthmix.checkpoint import collect_tensors
 from depthmix.checkpoint.weights import build_model
+from depthmix.config import Recipe, RunConfig, load_preset
 from depthmix.nn import Transformer
 from depthmix.nn.layers import Linear
-from depthmix.presets import load_preset
-from depthmix.recipe import Recipe, RunConfig
 from depthmix.train import parallel
 from depthmix.train.lora import (
     LowRank,

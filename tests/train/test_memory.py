@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from depthmix import flops
+from depthmix.config import Recipe, RunConfig, load_preset
 from depthmix.nn import Transformer
-from depthmix.presets import load_preset
-from depthmix.recipe import Recipe, RunConfig
 from depthmix.train import memory, parallel
 from depthmix.train.memory import (
     Cluster,
@@ -93,7 +92,7 @@ def test_muon_has_one_moment_where_it_trains(name: str) -> None:
     assert found.memory.optimizer == held
     total = flops.num_parameters(run.model).total
     assert found.checkpoint_bytes == held + 4 * total
-    assert found.disk_bytes == (run.train.keep_checkpoints + 2) * found.checkpoint_bytes
+    assert found.disk_bytes == (run.train.num_kept_checkpoints + 2) * found.checkpoint_bytes
     shared = count_shards(run, num_gpus=4)
     assert sum(group.num_muon for group in shared) == 3 * total - (held + 4 * total) // 4
     assert all(group.local_muon <= group.local_elements for group in shared)
@@ -166,7 +165,7 @@ def test_traffic_inside_a_node() -> None:
     # three steps of each of ten rings
     assert found.seconds == pytest.approx((gathered + scattered) / 1e3 + 10 * 3 * 3.4e-6)
     # every micro-batch gathers and scatters
-    twice = count_traffic(GROUPS, 2, Recipe(accumulate=2), cluster)
+    twice = count_traffic(GROUPS, 2, Recipe(num_micro_batches=2), cluster)
     assert twice == pytest.approx([2 * value for value in found])
 
 
@@ -187,7 +186,7 @@ def test_traffic_between_nodes_and_replicas() -> None:
 
 
 def test_an_estimate_adds_up() -> None:
-    run = make_run(**{"train.keep_checkpoints": 3})
+    run = make_run(**{"train.num_kept_checkpoints": 3})
     found = estimate_run(run, Cluster(64, flops_per_second=1e14))
     total = flops.num_parameters(BILLION).total
     assert (found.shard_size, found.num_rows) == (64, 8)
@@ -238,9 +237,9 @@ def test_one_gpu_shares_nothing() -> None:
     [
         ({"train.batch_size": 100}, Cluster(8), "shared by 8 GPUs: give a multiple of 8"),
         (
-            {"train.accumulate": 4},
+            {"train.num_micro_batches": 4},
             Cluster(512),
-            "512 GPUs x train.accumulate=4: give a multiple of 2048",
+            "512 GPUs x train.num_micro_batches=4: give a multiple of 2048",
         ),
         ({"train.shard_size": 3}, Cluster(8), "train.shard_size = 3 must divide the 8 processes"),
         ({}, Cluster(0), "num gpus = 0 must be greater than 0"),

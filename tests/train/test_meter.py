@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from depthmix import flops
-from depthmix.recipe import Recipe, RunConfig
+from depthmix.config import Recipe, RunConfig
 from depthmix.train import meter as module
 from depthmix.train.loss import HeadLoss, RoutingLoss
 from depthmix.train.meter import PEAK_FLOPS, Meter, check_finite, find_peak, measure_memory

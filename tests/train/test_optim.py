@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from depthmix.config import Recipe
 from depthmix.nn import Transformer
 from depthmix.nn.experts import Experts
 from depthmix.nn.router import Predictor, Router
-from depthmix.recipe import Recipe
 from depthmix.train.optim import group_parameters, make_optimizers, set_rates
 from depthmix.train.step import TrainStep
 from variants import NAMES, make_config, make_tokens
@@ -104,7 +104,9 @@ def test_routers_may_learn_faster() -> None:
     model = make_small("mod")
     rates = {}
     for factor in (1.0, 10.0):
-        recipe = Recipe(learning_rate=1e-3, warmup=0.0, schedule="constant", router_rate=factor)
+        recipe = Recipe(
+            learning_rate=1e-3, warmup_share=0.0, schedule="constant", router_rate_factor=factor
+        )
         optimizers = make_optimizers(model, recipe)
         set_rates(optimizers, recipe, 5, 10)
         rates[factor] = {
@@ -121,7 +123,7 @@ def test_routers_may_learn_faster() -> None:
 @pytest.mark.parametrize("width", [32, 256, 1024])
 def test_rates_fall_with_the_width(width: int) -> None:
     model = make_small("dense_mha_qk_norm_untied", width=width, num_layers=1)
-    recipe = Recipe(learning_rate=1e-3, warmup=0.0, schedule="constant")
+    recipe = Recipe(learning_rate=1e-3, warmup_share=0.0, schedule="constant")
     optimizers = make_optimizers(model, recipe)
     assert set_rates(optimizers, recipe, 5, 10) == 1e-3
     for name in ("layers.0.mlp.w_out.weight", "head.weight"):
@@ -155,7 +157,7 @@ def test_width_can_be_left_out_of_it(optimizer: Any) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_set_rates_follows_the_schedule(optimizer: Any) -> None:
-    recipe = Recipe(optimizer=optimizer, learning_rate=0.01, warmup=0.5, final_rate=0.2)
+    recipe = Recipe(optimizer=optimizer, learning_rate=0.01, warmup_share=0.5, final_rate_share=0.2)
     optimizers = make_optimizers(make_small(), recipe)
     for step in range(10):
         rate = set_rates(optimizers, recipe, step, 10)
@@ -167,7 +169,7 @@ def test_set_rates_follows_the_schedule(optimizer: Any) -> None:
 
 def test_a_step_is_adamw_written_out() -> None:
     model = make_small("mod", width=64).double()
-    recipe = Recipe(learning_rate=0.01, weight_decay=0.5, schedule="constant", warmup=0.0)
+    recipe = Recipe(learning_rate=0.01, weight_decay=0.5, schedule="constant", warmup_share=0.0)
     optimizers = make_optimizers(model, recipe)
     groups = name_groups(model)
     set_rates(optimizers, recipe, 0, 10)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from depthmix.config import Recipe
 from depthmix.nn import Transformer
 from depthmix.nn.block import Block
-from depthmix.recipe import Recipe
 from depthmix.train.parallel import (
     allocate,
     checkpoint_activations,

@@ -10,12 +10,11 @@ from rich.console import Console
 
 from depthmix import flops
 from depthmix.checkpoint.weights import load_weights
+from depthmix.config import RunConfig, load_preset
 from depthmix.data.shards import Corpus
 from depthmix.data.tokenizer import train_tokenizer
 from depthmix.models import StoredModel, open_model
 from depthmix.nn import Transformer
-from depthmix.presets import load_preset
-from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 from depthmix.train.launch import Plan, launch
 from depthmix.train.optim import make_optimizers

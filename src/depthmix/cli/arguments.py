@@ -69,9 +69,8 @@ class RunFieldsCommand(FieldsCommand):
 
 def list_fields(*, train: bool) -> dict[str, str]:
     """Every field with its line of explanation, those of a recipe by their prefix."""
-    from depthmix.config import ModelConfig
-    from depthmix.fields import document_fields
-    from depthmix.recipe import Recipe
+    from depthmix.config import ModelConfig, Recipe
+    from depthmix.config.fields import document_fields
 
     recipe = document_fields(Recipe, "train.") if train else {}
     return {**recipe, **document_fields(ModelConfig)}
@@ -82,7 +81,8 @@ def split_arguments(arguments: Sequence[str], *, train: bool = False) -> ModelsA
 
     `train` also knows the fields of a recipe.
     """
-    from depthmix.fields import parse_override
+    from depthmix.config.fields import parse_override
+    from depthmix.config.train import update_names
 
     models, overrides = [], {}
     for i, argument in enumerate(arguments):
@@ -94,7 +94,7 @@ def split_arguments(arguments: Sequence[str], *, train: bool = False) -> ModelsA
             overrides[name] = value
         else:
             models.append(argument)
-    return ModelsAndFields(models, overrides)
+    return ModelsAndFields(models, update_names(overrides))
 
 
 def check_device(device: str | None) -> None:
@@ -122,11 +122,12 @@ def tell_missing(extra: str) -> Iterator[None]:
 
 def _read_option(argument: str, following: Sequence[str], train: bool) -> tuple[str, str]:
     """An option that is no option: a field if it carries its value, else a sentence that helps."""
-    from depthmix.fields import suggest
+    from depthmix.config.fields import suggest
+    from depthmix.config.train import update_names
 
     fields = list_fields(train=train)
     option, equals, value = argument.partition("=")
-    name = option.lstrip("-")
+    (name,) = update_names({option.lstrip("-"): value})
     if name in fields and equals:
         return name, value
     if name in fields:

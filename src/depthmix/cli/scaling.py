@@ -11,7 +11,7 @@ from depthmix.cli.arguments import FIELDS_ALLOWED, RunFieldsCommand, app, split_
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from depthmix.recipe import RunConfig
+    from depthmix.config import RunConfig
     from depthmix.train.memory import Estimate
 
 # sizes of GPUs to compare with, as their makers call them
@@ -54,8 +54,7 @@ def plan_memory(
 
     depthmix plan-memory 1b train.batch_size=512 --gpus 8 64 512
     """
-    from depthmix.presets import load_config
-    from depthmix.recipe import RunConfig
+    from depthmix.config import RunConfig, load_config
 
     counts, rest = split_counts(gpus, arguments)
     names, overrides = split_arguments(rest, train=True)

@@ -144,7 +144,7 @@ def sweep(
 
 def parse_parameters(texts: Sequence[str]) -> dict[str, int | str]:
     """`timeout_min=600` as submitit takes it: whole numbers as such, all else as text."""
-    from depthmix.fields import parse_override
+    from depthmix.config.fields import parse_override
 
     pairs = map(parse_override, texts)
     return {name: int(value) if value.isdecimal() else value for name, value in pairs}

@@ -25,7 +25,7 @@ from depthmix.cli.arguments import (
 START_RATES: dict[str, Any] = {
     "train.learning_rate": 3e-4,
     "train.scale_by_width": False,
-    "train.router_rate": 10.0,
+    "train.router_rate_factor": 10.0,
 }
 
 
@@ -158,12 +158,11 @@ def train(
     For example:
       depthmix train --preset 60m --data data --flops 1e17 train.batch_size=32
       depthmix train --resume runs/60m-20261115-142233
-      depthmix train --from runs/upcycled --data data train.capacity_from=1.0
+      depthmix train --from runs/upcycled --data data train.start_capacity=1.0
       depthmix train --config runs/60m-20261115-142233/config.toml train.seed=1
       torchrun --nproc-per-node 8 -m depthmix train --preset 1b --data data
     """
-    from depthmix.presets import load_config, load_run_config
-    from depthmix.recipe import RunConfig
+    from depthmix.config import RunConfig, load_config, load_run_config
 
     models, overrides = split_arguments(fields or [], train=True)
     if models:

@@ -106,7 +106,7 @@ def upcycle(
     print(f"  depthmix prepare TEXT --tokenizer {place} --out DATA")
     print(
         f"  depthmix train --from {place} --data DATA --steps 2000 "
-        f"{shlex.quote(f'train.distill={source}')} train.seq_len={length}"
+        f"{shlex.quote(f'train.teacher={source}')} train.seq_len={length}"
     )
 
 

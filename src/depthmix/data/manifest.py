@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthmix import fields
+from depthmix.config import fields
 
 FORMAT = "depthmix-data"
 VERSION = 1

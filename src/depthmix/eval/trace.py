@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from depthmix.config import ModelConfig
+from depthmix.config import STRATEGIES, ModelConfig
 from depthmix.infer.text import TextStream
 from depthmix.models import StoredModel, begin_document
 from depthmix.nn import Transformer
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
 
 # logits of so many tokens at once
 CHUNK_TOKENS = 512
-
-# what training does by itself, in words
-LABELS = {
-    "expert_choice": "top-k",
-    "early_exit": "top-k of those still inside",
-    "stochastic": "random",
-    "token_choice": "token choice",
-    "causal": "causal, with a limit",
-}
 
 
 class Window(NamedTuple):
@@ -99,7 +90,8 @@ def trace_tokens(
     stream = begin_document(tokens, end_token)
     device = model.embedding.weight.device
     windows = list(cut_windows(stream, config.max_seq_len, end_token if document_mask else None))
-    rules = {"topk": _follow(model, windows, None, LABELS[config.routing.strategy], device)}
+    label = STRATEGIES[config.routing.strategy].label
+    rules = {"topk": _follow(model, windows, None, label, device)}
     selector = config.causal_selector
     if selector is not None:
         rules["causal"] = _follow(model, windows, selector, "causal", device)

@@ -14,13 +14,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from depthmix.checkpoint import collect_tensors
+from depthmix.config import RunConfig
 from depthmix.data.tokenizer import TOKENIZER_FILE, find_end_token, load_tokenizer
 from depthmix.hf.config import DepthmixConfig
 from depthmix.hf.model import DepthmixForCausalLM
 from depthmix.models.chat import Chat, find_chat
 from depthmix.models.write import UNFINISHED, fill_folder, write_run
 from depthmix.nn import Transformer
-from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 
 if TYPE_CHECKING:

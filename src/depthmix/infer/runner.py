@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from depthmix import fields
-from depthmix.config import ModelConfig
+from depthmix.config import ModelConfig, fields
 from depthmix.infer.cache import LayerUse, PagedCache, Span, StepCache, add_uses
 from depthmix.infer.decode import RecordedStep
 from depthmix.infer.depth import Usage

@@ -15,7 +15,7 @@ from torch import Tensor
 from depthmix.checkpoint.folder import CHECKSUMS, STATE, list_checkpoints, name_checkpoint
 from depthmix.checkpoint.weights import build_model, choose_checkpoint, load_weights, read_config
 from depthmix.config import ModelConfig
-from depthmix.fields import suggest
+from depthmix.config.fields import suggest
 from depthmix.models import foreign
 from depthmix.models.chat import Chat, find_chat, read_chat
 from depthmix.models.vocabulary import Vocabulary, find_vocabulary, read_folder, read_vocabulary

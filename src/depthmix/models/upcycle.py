@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from depthmix import fields, flops
+from depthmix import flops
 from depthmix.checkpoint.fit import fit_weights
-from depthmix.config import ModelConfig
+from depthmix.config import ModelConfig, RunConfig, fields
 from depthmix.models.open import StoredModel, open_model
 from depthmix.models.vocabulary import find_end
 from depthmix.models.write import write_run
-from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir
 
 # the gate is 1 + tanh(0) whatever the router reads, and what it reads is of one size: the residual

@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from depthmix.checkpoint import Checkpoints
+from depthmix.config import RunConfig
 from depthmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from depthmix.files import hash_file
 from depthmix.models.chat import Chat, write_chat
-from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir, collect_provenance
 
 # where the files of a folder are until all of them are there

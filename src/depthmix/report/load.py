@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from depthmix import flops
-from depthmix.config import ModelConfig
-from depthmix.recipe import Recipe, RunConfig
+from depthmix.config import STRATEGIES, ModelConfig, Recipe, RunConfig
 from depthmix.rundir import RunDir
 from depthmix.runs import RunSummary, list_runs
 
@@ -33,16 +32,10 @@ SIZE_FIELDS = {
 }
 # what of a recipe does not change what is learned
 OTHER_FIELDS = {
-    *("seed", "steps", "tokens", "flops", "accumulate", "compile", "cuda_graph", "shard_size"),
-    *("log_every", "val_every", "checkpoint_every", "checkpoint_minutes", "keep_checkpoints"),
+    *("seed", "steps", "tokens", "flops"),
+    *("num_micro_batches", "compile", "cuda_graph", "shard_size"),
+    *("log_every", "val_every", "checkpoint_every", "checkpoint_minutes", "num_kept_checkpoints"),
     *("checkpoint_activations", "tensorboard", "wandb"),
-}
-KINDS = {
-    "expert_choice": "mod",
-    "causal": "mod causal",
-    "token_choice": "token_choice",
-    "stochastic": "stochastic",
-    "early_exit": "early_exit",
 }
 
 
@@ -195,17 +188,20 @@ def _read_row(name: str, summary: RunSummary) -> Row:
 
 def name_kind(model: ModelConfig) -> str:
     """What a model is, in a word or two."""
+    kind = STRATEGIES[model.routing.strategy].kind
     if model.expert_layers:
         if model.routed_layers:
-            plain = model.routing.strategy in ("expert_choice", "causal")
-            return "mode staged" if plain else f"{KINDS[model.routing.strategy]} moe"
+            return "mode staged" if kind.startswith("mod") else f"{kind} moe"
         return "mode integrated" if model.experts.num_noop else "moe"
-    return KINDS[model.routing.strategy] if model.routed_layers else "dense"
+    return kind if model.routed_layers else "dense"
 
 
 def rank_kind(kind: str) -> int:
     """The order in which kinds are shown: dense first, then routing, then experts."""
-    known = ("dense", *KINDS.values(), "moe", "mode staged", "mode integrated")
+    kinds = (strategy.kind for strategy in STRATEGIES.values() if strategy.kind)
+    # the two that are Mixture-of-Depths proper beside each other
+    routed = sorted(kinds, key=lambda kind: not kind.startswith("mod"))
+    known = ("dense", *routed, "moe", "mode staged", "mode integrated")
     return known.index(kind) if kind in known else len(known)
 
 

@@ -11,8 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from depthmix.fields import flatten
-from depthmix.recipe import RunConfig
+from depthmix.config import RunConfig
+from depthmix.config.fields import flatten
 from depthmix.rundir import RunDir
 from depthmix.sweep.plan import PlannedRun
 

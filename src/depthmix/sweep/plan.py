@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 
 from depthmix import flops
 from depthmix.budget import count_flops, count_steps
-from depthmix.config import ModelConfig
-from depthmix.presets import load_config
-from depthmix.recipe import RunConfig
+from depthmix.config import ModelConfig, RunConfig, load_config
 from depthmix.sweep.plan_file import Plan, Size, format_budget, load_plan, plan_names
 
 __all__ = ["Plan", "PlannedRun", "expand_plan", "format_budget", "load_plan", "plan_names"]

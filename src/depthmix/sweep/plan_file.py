@@ -10,7 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from depthmix import fields
+from depthmix.config import fields
+from depthmix.config.train import update_names
 
 DEFAULT_PRESET = "demo"
 DEFAULT_SCALE = "smoke"
@@ -106,7 +107,7 @@ def read_plan(
     _refuse_unknown(chosen, _SCALE_KEYS, "a scale")
     told = {**tree, **chosen}
     variants = {
-        _check_name(name): fields.flatten(_read_table(_read_table(told, "variants"), name))
+        _check_name(name): _read_fields(_read_table(told, "variants"), name)
         for name in _read_table(told, "variants")
     }
     if not variants:
@@ -116,9 +117,7 @@ def read_plan(
     sizes = told.get("sizes")
     if not isinstance(sizes, list) or not sizes or not all(isinstance(s, dict) for s in sizes):
         raise ValueError("sizes must be a list of tables, such as [{width = 256, num_layers = 8}]")
-    common = fields.flatten(_read_table(tree, "common")) | fields.flatten(
-        _read_table(chosen, "common")
-    )
+    common = _read_fields(tree, "common") | _read_fields(chosen, "common")
     preset, data = _read_text(tree, "preset", DEFAULT_PRESET), _read_text(tree, "data", "")
     if where is not None:
         preset = str(where / preset) if preset.endswith(".toml") else preset
@@ -173,7 +172,7 @@ def _read_size(
                 )
     name = tree.get("name")
     return Size(
-        fields=fields.flatten({n: v for n, v in tree.items() if n not in _SIZE_KEYS}),
+        fields=_flatten({n: v for n, v in tree.items() if n not in _SIZE_KEYS}),
         name=None if name is None else _check_name(name),
         variants=tuple(known) if isinstance(known, list) else (known,),
         budgets=few,
@@ -219,6 +218,15 @@ def _read_table(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be a table of fields")
     return value
+
+
+def _read_fields(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return _flatten(_read_table(tree, name))
+
+
+def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted fields, by the names of today also in a plan that was written before."""
+    return update_names(fields.flatten(tree))
 
 
 def _read_text(tree: Mapping[str, Any], name: str, default: str) -> str:

@@ -7,8 +7,7 @@ really saves on small models. Knows nothing of torch, nor of what else is in a G
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from depthmix.config import ModelConfig, num_kept
-from depthmix.recipe import RunConfig
+from depthmix.config import ModelConfig, RunConfig, num_kept
 
 FLOAT32 = 4
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from depthmix.budget import count_steps, list_stages
+from depthmix.config import RunConfig
 from depthmix.nn import MixtureOfDepths, Transformer
-from depthmix.recipe import RunConfig
 
 
 class Annealer:

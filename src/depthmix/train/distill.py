@@ -8,9 +8,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from depthmix.config import RunConfig
 from depthmix.models import StoredModel
 from depthmix.nn import Transformer
-from depthmix.recipe import RunConfig
 from depthmix.train.loss import IGNORE
 
 # logits of so many tokens at once, of both models
@@ -78,12 +78,12 @@ def open_distillation(source: StoredModel, run: RunConfig, device: torch.device)
     config = source.config
     if config.vocab_size != run.model.vocab_size:
         raise ValueError(
-            f"train.distill = {run.train.distill} has {config.vocab_size} ids and this model "
+            f"train.teacher = {run.train.teacher} has {config.vocab_size} ids and this model "
             f"{run.model.vocab_size}: a teacher needs the same vocabulary"
         )
     if config.max_seq_len < run.seq_len:
         raise ValueError(
-            f"train.distill = {run.train.distill} knows {config.max_seq_len} positions: give "
+            f"train.teacher = {run.train.teacher} knows {config.max_seq_len} positions: give "
             f"train.seq_len={config.max_seq_len} or less"
         )
-    return Distillation(source.network.to(device), run.train.distill_weight)
+    return Distillation(source.network.to(device), run.train.distill_loss_weight)

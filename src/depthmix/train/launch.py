@@ -18,11 +18,11 @@ from rich.console import Console
 
 from depthmix import flops
 from depthmix.budget import count_steps, list_stages
+from depthmix.config import RunConfig
 from depthmix.data.default import find_cache, prepare_default
 from depthmix.data.progress import show_progress
 from depthmix.models import StoredModel, open_model
 from depthmix.models.chat import write_chat
-from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir, State, collect_provenance, name_run
 from depthmix.train.log import READER_GONE
 from depthmix.train.loop import Outcome, Trainer
@@ -132,7 +132,7 @@ def _resume(plan: Plan, path: Path, world: World, console: Console) -> tuple[Out
 
 
 def _open_teacher(run: RunConfig) -> StoredModel | None:
-    return None if run.train.distill is None else open_model(run.train.distill)
+    return None if run.train.teacher is None else open_model(run.train.teacher)
 
 
 def _train(trainer: Trainer, console: Console) -> Outcome:

@@ -20,11 +20,11 @@ from depthmix.checkpoint import (
     restore_rank_rng,
     seed_rng,
 )
+from depthmix.config import RunConfig
 from depthmix.data.loader import Batch, Loader, prefetch
 from depthmix.data.shards import Corpus
 from depthmix.models import StoredModel
 from depthmix.nn import Transformer
-from depthmix.recipe import RunConfig
 from depthmix.rundir import RunDir, State
 from depthmix.train import parallel
 from depthmix.train.anneal import Annealer
@@ -72,7 +72,7 @@ class Trainer:
         start: StoredModel | None = None,
         teacher: StoredModel | None = None,
     ) -> None:
-        """`start` has the weights to begin with; `teacher` is for `train.distill`."""
+        """`start` has the weights to begin with; `teacher` is for `train.teacher`."""
         recipe, device = run.train, world.device
         recipe.check_sharing(world.size)
         if recipe.cuda_graph and device.type != "cuda":
@@ -108,8 +108,8 @@ class Trainer:
             precision=self.precision,
             compile=whole,
             cuda_graph=graph,
-            clip=recipe.clip,
-            accumulate=recipe.accumulate,
+            clip=recipe.max_grad_norm,
+            accumulate=recipe.num_micro_batches,
             root=self.root,
             distillation=None if teacher is None else open_distillation(teacher, run, device),
         )
@@ -128,7 +128,7 @@ class Trainer:
     def open(self, folder: RunDir) -> None:
         """Write to this run's folder from now on; cleans up after a process that was killed."""
         self.folder = folder
-        keep = self.run.train.keep_checkpoints
+        keep = self.run.train.num_kept_checkpoints
         self.checkpoints = Checkpoints(folder.checkpoints, keep_last=keep)
 
     def resume(self) -> list[str]:

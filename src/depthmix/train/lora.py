@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from depthmix.checkpoint import Parts, collect_tensors, restore_tensors
+from depthmix.config import Recipe
 from depthmix.kernels import linear
 from depthmix.nn import MixtureOfDepths, Transformer
 from depthmix.nn.block import Block
 from depthmix.nn.layers import Linear, add_bias
-from depthmix.recipe import Recipe
 
 # the part of a checkpoint that only a resumed training reads
 PART = "adapters"

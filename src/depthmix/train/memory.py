@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from depthmix import flops
+from depthmix.config import Recipe, RunConfig
 from depthmix.kernels.cross_entropy import CHUNK_TOKENS
-from depthmix.recipe import Recipe, RunConfig
 from depthmix.train.activations import FLOAT32, count_activations
 
 # a parameter's share of a checkpoint: itself in float32, and AdamW's two moments
@@ -128,7 +128,7 @@ def estimate_run(run: RunConfig, cluster: Cluster) -> Estimate:
     local = sum(group.local_elements for group in groups)
     state = STATE_BYTES * local - FLOAT32 * sum(group.local_muon for group in groups)
     checkpoint = STATE_BYTES * num_parameters - FLOAT32 * sum(group.num_muon for group in groups)
-    num_rows = recipe.batch_size // (num_gpus * recipe.accumulate)
+    num_rows = recipe.batch_size // (num_gpus * recipe.num_micro_batches)
     # auto is bfloat16 on a GPU
     size = FLOAT32 if recipe.precision == "float32" else 2
     activations = count_activations(run, size)
@@ -156,7 +156,7 @@ def estimate_run(run: RunConfig, cluster: Cluster) -> Estimate:
         activations_recomputed=recomputed,
         host_bytes=on_node * max(state, FLOAT32 * config.vocab_size * config.width),
         checkpoint_bytes=checkpoint,
-        disk_bytes=checkpoint * (recipe.keep_checkpoints + 2),
+        disk_bytes=checkpoint * (recipe.num_kept_checkpoints + 2),
         traffic=count_traffic(groups, size, recipe, cluster),
         compute_seconds=compute / num_gpus / cluster.flops_per_second,
         padding=shard_size * local / num_parameters - 1,
@@ -272,8 +272,8 @@ def count_traffic(groups: Sequence[Group], size: int, recipe: Recipe, cluster: C
     # replicas of one shard stand a shard group apart
     per_node = max(1, per_node // num_shards)
     seconds += _time_rings(cluster, reduce, 2 * len(groups), num_replicas, per_node)
-    sent = [recipe.accumulate * count for count in (gather, scatter, reduce)]
-    return Traffic(*sent, seconds=recipe.accumulate * seconds)
+    sent = [recipe.num_micro_batches * count for count in (gather, scatter, reduce)]
+    return Traffic(*sent, seconds=recipe.num_micro_batches * seconds)
 
 
 def _time_rings(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from depthmix import flops
 from depthmix.budget import count_steps, list_stages
-from depthmix.recipe import RunConfig
+from depthmix.config import RunConfig
 from depthmix.train.evaluate import describe_routing
 from depthmix.train.step import StepLoss
 from depthmix.world import World
@@ -197,7 +197,7 @@ def check_finite(record: Mapping[str, Any], step: int) -> None:
         raise ValueError(
             f"training diverged: {' and '.join(broken)} stopped being finite by step {step}; "
             f"earlier checkpoints are intact: start again with a lower train.learning_rate or "
-            f"a longer train.warmup"
+            f"a larger train.warmup_share"
         )
 
 

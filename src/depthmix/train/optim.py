@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from depthmix.config import BASE_WIDTH, Recipe
 from depthmix.nn import Transformer
 from depthmix.nn.router import Predictor, Router
-from depthmix.recipe import BASE_WIDTH, Recipe
 from depthmix.train.lora import list_adapters
 from depthmix.train.muon import Muon
 
@@ -70,7 +70,8 @@ def make_optimizers(
     on_gpu = model.embedding.weight.is_cuda
     scale = BASE_WIDTH / model.config.width if recipe.scale_by_width else 1.0
     scales = {"matrices": scale, "heads": scale, "others": 1.0}
-    scales |= {"deciders": scale * recipe.router_rate, "thresholds": recipe.router_rate}
+    factor = recipe.router_rate_factor
+    scales |= {"deciders": scale * factor, "thresholds": factor}
     groups = {name: params for name, params in group_parameters(model).items() if params}
     optimizers: list[Optimizer] = []
     if recipe.optimizer == "muon":

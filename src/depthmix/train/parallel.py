@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from depthmix.config import Recipe
 from depthmix.nn import Transformer
 from depthmix.nn.router import Router
-from depthmix.recipe import Recipe
 from depthmix.world import World
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from depthmix import flops
 from depthmix.checkpoint import collect_tensors
 from depthmix.checkpoint.fit import fit_weights
+from depthmix.config import RunConfig
 from depthmix.data.shards import Corpus
 from depthmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from depthmix.models import StoredModel
 from depthmix.nn import Transformer
 from depthmix.nn.router import Predictor, Router
-from depthmix.recipe import RunConfig
 from depthmix.units import format_bytes
 from depthmix.world import World
 
@@ -33,7 +33,7 @@ def check_memory(run: RunConfig, world: World) -> None:
     """Refuse what cannot fit, before the system kills the process for trying."""
     # a bound from below: weights in float32, where they learn also a gradient and a moment, and
     # what enters each block
-    num_tokens = run.tokens_per_step // run.train.accumulate // world.size
+    num_tokens = run.tokens_per_step // run.train.num_micro_batches // world.size
     needed = 2 * num_tokens * run.model.width * run.model.num_layers
     try:
         each = 12 if run.train.trainable == "all" else 4
@@ -48,7 +48,7 @@ def check_memory(run: RunConfig, world: World) -> None:
         told = format_bytes(min(needed, LARGEST_BYTES))
         raise ValueError(
             f"this needs more than {told} of memory and there are {format_bytes(present)}: take a "
-            f"smaller model, a smaller train.batch_size or a larger train.accumulate"
+            f"smaller model, a smaller train.batch_size or a larger train.num_micro_batches"
         )
 
 

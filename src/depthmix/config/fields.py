@@ -1,6 +1,8 @@
-"""Frozen dataclasses ⇄ plain data: strict building, dotted overrides, field documentation.
+"""Frozen dataclasses ⇄ plain data: strict building, bounds, dotted overrides, documentation.
 
-Owns the mechanics that every configuration shares. Does not know what any field means.
+Owns the mechanics that every configuration shares. Does not know what any field means: a field says
+beside its type which numbers (`Bounds`) or names (`Choices`) it takes, and its class what its
+fields were called before (`OLD_NAMES`).
 """
 
 import ast
@@ -8,19 +10,74 @@ import dataclasses
 import difflib
 import inspect
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 C = TypeVar("C")
+N = TypeVar("N", int, float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Which numbers a field takes, said beside its type; never one that is not finite."""
+
+    above: int | float = -math.inf
+    least: int | float = -math.inf
+    most: int | float = math.inf
+    below: int | float = math.inf
+    hint: str = ""
+    """What the sentence of a refusal ends with."""
+
+    def find_problem(self, name: str, value: int | float) -> str | None:
+        """A sentence about a number that is not allowed."""
+        if self.above < value < self.below and self.least <= value <= self.most:
+            return None
+        # a whole number may be too large to ask
+        finite = isinstance(value, int) or math.isfinite(value)
+        hint = f": {self.hint}" if self.hint else ""
+        return f"{name} = {value} must {self._say(finite)}{hint}"
+
+    def _say(self, finite: bool) -> str:
+        low, high = max(self.above, self.least), min(self.most, self.below)
+        first, last = "[" if self.least == low else "(", "]" if self.most == high else ")"
+        if -math.inf < low and high < math.inf:
+            closed = first + last == "[]"
+            return (
+                f"lie between {low} and {high}" if closed else f"lie in {first}{low}, {high}{last}"
+            )
+        if high < math.inf:
+            return f"not be more than {high}" if last == "]" else f"be less than {high}"
+        told = f"greater than {low}" if first == "(" else f"at least {low}" if low else "0 or more"
+        return f"be {told}" if finite else f"be a finite number, {told}"
+
+
+class Choices(NamedTuple):
+    """Which names a field takes, said beside its type."""
+
+    meanings: Mapping[str, str]
+    """Each name → what it means, for `--help`."""
+
+    # a type is looked up by what is said beside it
+    def __hash__(self) -> int:
+        return hash(tuple(self.meanings.items()))
+
+
+# the bounds of most fields
+Count = Annotated[int, Bounds(least=1)]
+NotNegative = Annotated[N, Bounds(least=0)]
+Positive = Annotated[N, Bounds(above=0)]
+Share = Annotated[float, Bounds(least=0, most=1)]
 
 
 def build(kind: type[C], tree: Mapping[str, Any], prefix: str = "") -> C:
     """Make a `kind` of plain data; unknown names and wrong types are refused by name."""
-    known = field_types(kind)
+    known, tree = field_types(kind), _rename_all(kind, tree, prefix)
     for name in tree:
         if name not in known:
             raise ValueError(_unknown(prefix + name, [prefix + other for other in known]))
@@ -43,7 +100,7 @@ def override(config: C, overrides: Mapping[str, Any]) -> C:
     tree = dataclasses.asdict(config)  # pyrefly: ignore[bad-argument-type]
     known = list(document_fields(type(config)))
     for dotted, value in overrides.items():
-        node, path = tree, dotted.split(".")
+        node, path = tree, rename(type(config), dotted).split(".")
         for parent in path[:-1]:
             node = node.get(parent) if isinstance(node, dict) else None
         if not isinstance(node, dict) or path[-1] not in node:
@@ -55,6 +112,16 @@ def override(config: C, overrides: Mapping[str, Any]) -> C:
             value = {**inner, **value}
         node[path[-1]] = value
     return build(type(config), tree)
+
+
+def rename(kind: type, dotted: str) -> str:
+    """The name that a field has today, by a dotted name that it has or had."""
+    head, dot, rest = dotted.partition(".")
+    head = getattr(kind, "OLD_NAMES", {}).get(head, head)
+    section = field_types(kind).get(head)
+    if dot and isinstance(section, type) and dataclasses.is_dataclass(section):
+        rest = rename(section, rest)
+    return head + dot + rest
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -125,14 +192,15 @@ def document_fields(kind: type, prefix: str = "") -> dict[str, str]:
     docs = {}
     for node, follower in pairwise(body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            text = getattr(getattr(follower, "value", None), "value", "")
-            docs[node.target.id] = inspect.cleandoc(text).replace("\n", " ")
+            text = follower.value if isinstance(follower, ast.Expr) else None
+            told = text.value if isinstance(text, ast.Constant) else ""
+            docs[node.target.id] = inspect.cleandoc(str(told)).replace("\n", " ")
     listed = {}
     for name, declared in field_types(kind).items():
         if dataclasses.is_dataclass(declared) and isinstance(declared, type):
             listed |= document_fields(declared, f"{prefix}{name}.")
         else:
-            listed[prefix + name] = docs.get(name, "")
+            listed[prefix + name] = " ".join((docs.get(name, ""), *_tell_choices(declared))).strip()
     return listed
 
 
@@ -140,6 +208,25 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """' Did you mean …?' where something close is known."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def _tell_choices(declared: Any) -> list[str]:
+    """A sentence with every name that a field takes, where these have meanings."""
+    told = [part for part in _split(declared)[1] if isinstance(part, Choices)]
+    return [
+        "; ".join(f"{name}: {meaning}" for name, meaning in choices.meanings.items()) + "."
+        for choices in told
+    ]
+
+
+def _rename_all(kind: type, tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    old: Mapping[str, str] = getattr(kind, "OLD_NAMES", {})
+    for before, now in old.items():
+        if before in tree and now in tree:
+            raise ValueError(
+                f"{prefix}{before} is what {prefix}{now} was called before: leave it out"
+            )
+    return {old.get(name, name): value for name, value in tree.items()}
 
 
 def _unknown(name: str, known: list[str]) -> str:
@@ -159,9 +246,39 @@ def _convert(declared: Any, value: Any, name: str) -> Any:
     for option in options:
         converted = _convert_to(option, value)
         if converted is not _NO:
+            _check(option, converted, name)
             return converted
     fits = " or ".join(_describe(option) for option in options)
     raise ValueError(f"{name} = {value!r} does not fit: it must be {fits}")
+
+
+def _check(option: Any, value: Any, name: str) -> None:
+    """Refuse a number out of bounds, also one of a list."""
+    if isinstance(value, tuple):
+        for item in value:
+            _check(get_args(option)[0], item, name)
+        return
+    for bounds in _split(option)[1]:
+        problem = bounds.find_problem(name, value) if isinstance(bounds, Bounds) else None
+        if problem is not None:
+            raise ValueError(problem)
+
+
+@cache
+def _split(option: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A type, and what is said beside it."""
+    if get_origin(option) is Annotated:
+        return option.__origin__, option.__metadata__
+    return option, ()
+
+
+@cache
+def _list_choices(option: Any) -> tuple[Any, ...]:
+    """The values that an option names, empty where it takes others, too."""
+    plain, said = _split(option)
+    if get_origin(plain) is Literal:
+        return get_args(plain)
+    return tuple(name for part in said if isinstance(part, Choices) for name in part.meanings)
 
 
 _NO = object()
@@ -170,8 +287,9 @@ _WORDS = {"true": True, "false": False}
 
 def _convert_to(option: Any, value: Any) -> Any:
     text = value.strip() if isinstance(value, str) else None
-    if get_origin(option) is Literal:
-        return value if value in get_args(option) else _NO
+    if choices := _list_choices(option):
+        return value if value in choices else _NO
+    option, _ = _split(option)
     if get_origin(option) is tuple:
         if text is not None:
             value = text.strip("[]()").split(",") if "," in text or text[:1] in "[(" else None
@@ -183,24 +301,24 @@ def _convert_to(option: Any, value: Any) -> Any:
         return None if value is None or text in ("none", "null", "") else _NO
     if option is bool:
         return value if isinstance(value, bool) else _WORDS.get((text or "").lower(), _NO)
-    if option is int and text is not None and text.lstrip("+-").isdecimal():
-        # not by way of float, which has no room for large ones
-        return int(text)
     if option in (int, float) and not isinstance(value, bool):
+        # not by way of float, which has no room for large ones
+        if option is int and isinstance(value, int):
+            return value
+        if option is int and text is not None and text.lstrip("+-").isdecimal():
+            return int(text)
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (OverflowError, TypeError, ValueError):
             return _NO
-        if option is float:
-            return number
-        exact = isinstance(value, int) or number.is_integer()
-        return _NO if not exact else value if isinstance(value, int) else int(number)
+        return number if option is float else int(number) if number.is_integer() else _NO
     return value if option is str and isinstance(value, str) else _NO
 
 
 def _describe(option: Any) -> str:
-    if get_origin(option) is Literal:
-        return "one of " + ", ".join(f"'{choice}'" for choice in get_args(option))
+    if choices := _list_choices(option):
+        return "one of " + ", ".join(f"'{choice}'" for choice in choices)
+    option, _ = _split(option)
     if get_origin(option) is tuple:
         return "a list of numbers"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

@@ -1,17 +1,17 @@
 """Recipes: schedules at their ends, what is refused and how, exact round trips."""
 
 import dataclasses
+import json
 import math
+import tomllib
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from depthmix import fields
-from depthmix.config import ModelConfig
-from depthmix.presets import load_preset
-from depthmix.recipe import Recipe, RunConfig
+from depthmix.config import ModelConfig, Recipe, RunConfig, fields, load_preset, load_run_config
 
 SCHEDULES = ("cosine", "wsd", "constant")
 
@@ -26,7 +26,7 @@ def list_rates(num_steps: int, **changes: Any) -> list[float]:
 
 
 def test_cosine_warms_up_and_falls_to_its_end() -> None:
-    rates = list_rates(100, warmup=0.1, final_rate=0.1)
+    rates = list_rates(100, warmup_share=0.1, final_rate_share=0.1)
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert rates[9] == 1
     # 90 steps fall: after 45 of them half of the way, after all of them the whole
@@ -37,24 +37,24 @@ def test_cosine_warms_up_and_falls_to_its_end() -> None:
 
 
 def test_wsd_is_flat_and_then_a_line() -> None:
-    rates = list_rates(100, schedule="wsd", warmup=0.1, decay=0.2, final_rate=0.5)
+    rates = list_rates(100, schedule="wsd", warmup_share=0.1, decay_share=0.2, final_rate_share=0.5)
     assert rates[9:80] == [1.0] * 71
     assert rates[80:] == pytest.approx([1 - 0.5 * (i + 1) / 20 for i in range(20)])
     assert rates[-1] == 0.5
 
 
 def test_constant_stays() -> None:
-    rates = list_rates(50, schedule="constant", warmup=0.1)
+    rates = list_rates(50, schedule="constant", warmup_share=0.1)
     assert rates == [0.2, 0.4, 0.6, 0.8, *[1.0] * 46]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-@pytest.mark.parametrize("final_rate", [0.0, 0.1, 0.3, 1 / 3, 0.7, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 1 / 3, 0.7, 1.0])
 @pytest.mark.parametrize("num_steps", [2, 3, 10, 1000])
 def test_the_last_step_has_exactly_the_final_rate(
-    schedule: str, final_rate: float, num_steps: int
+    schedule: str, share: float, num_steps: int
 ) -> None:
-    assert list_rates(num_steps, schedule=schedule, final_rate=final_rate)[-1] == final_rate
+    assert list_rates(num_steps, schedule=schedule, final_rate_share=share)[-1] == share
 
 
 @pytest.mark.parametrize(
@@ -76,28 +76,28 @@ def test_tiny_runs(schedule: str, num_steps: int, rates: list[float]) -> None:
 
 def test_warming_up_all_the_way_leaves_no_decay() -> None:
     for schedule in SCHEDULES:
-        assert list_rates(4, schedule=schedule, warmup=1.0) == [0.25, 0.5, 0.75, 1.0]
+        assert list_rates(4, schedule=schedule, warmup_share=1.0) == [0.25, 0.5, 0.75, 1.0]
 
 
 def test_wsd_whose_shares_overlap_warms_up_first() -> None:
-    rates = list_rates(10, schedule="wsd", warmup=0.6, decay=0.8, final_rate=0.0)
+    rates = list_rates(10, schedule="wsd", warmup_share=0.6, decay_share=0.8, final_rate_share=0.0)
     assert rates[:6] == pytest.approx([(i + 1) / 6 for i in range(6)])
     assert rates[6:] == pytest.approx([0.75, 0.5, 0.25, 0])
 
 
 def test_shares_are_not_rounded_up_by_their_last_bit() -> None:
     # 0.07 · 100 is a little more than 7
-    assert list_rates(100, warmup=0.07)[6] == 1
-    assert list_rates(100, schedule="wsd", warmup=0.0, decay=0.07)[92] == 1
+    assert list_rates(100, warmup_share=0.07)[6] == 1
+    assert list_rates(100, schedule="wsd", warmup_share=0.0, decay_share=0.07)[92] == 1
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 60), shares, shares, shares)
 def test_rates_rise_once_and_fall_once(
-    schedule: Any, num_steps: int, warmup: float, decay: float, final_rate: float
+    schedule: Any, num_steps: int, warmup: float, decay: float, final: float
 ) -> None:
-    changes = {"warmup": warmup, "decay": decay, "final_rate": final_rate}
+    changes = {"warmup_share": warmup, "decay_share": decay, "final_rate_share": final}
     rates = list_rates(num_steps, schedule=schedule, **changes)
-    assert all(min(final_rate, 1 / num_steps) <= rate <= 1 for rate in rates)
+    assert all(min(final, 1 / num_steps) <= rate <= 1 for rate in rates)
     top = rates.index(max(rates))
     assert rates[: top + 1] == sorted(rates[: top + 1])
     assert rates[top:] == sorted(rates[top:], reverse=True)
@@ -110,24 +110,24 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "optimizer": st.sampled_from(["adamw", "muon"]),
     "learning_rate": positive,
     "scale_by_width": st.booleans(),
-    "router_rate": positive,
+    "router_rate_factor": positive,
     "schedule": st.sampled_from(SCHEDULES),
-    "warmup": shares,
-    "decay": shares,
-    "final_rate": shares,
+    "warmup_share": shares,
+    "decay_share": shares,
+    "final_rate_share": shares,
     "weight_decay": st.floats(0, 1e300),
     "beta1": st.floats(0, 1, exclude_max=True),
     "beta2": st.floats(0, 1, exclude_max=True),
-    "clip": st.floats(0, 1e300),
-    "capacity_from": st.none() | st.floats(0, 1, exclude_min=True),
-    "capacity_share": shares,
-    "capacity_stages": counts,
+    "max_grad_norm": st.floats(0, 1e300),
+    "start_capacity": st.none() | st.floats(0, 1, exclude_min=True),
+    "capacity_fall_share": shares,
+    "num_capacity_stages": counts,
     "trainable": st.sampled_from(["all", "routers", "lora"]),
     "lora_rank": st.integers(1, 64),
     "lora_alpha": st.none() | positive,
     "lora_blocks": st.sampled_from(["routed", "all"]),
-    "distill": st.none() | st.just("runs/teacher"),
-    "distill_weight": st.floats(0, 1e300),
+    "teacher": st.none() | st.just("runs/teacher"),
+    "distill_loss_weight": st.floats(0, 1e300),
     "document_mask": st.booleans(),
     "precision": st.sampled_from(["auto", "float32", "bfloat16"]),
     "compile": st.none() | st.booleans(),
@@ -140,7 +140,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "val_tokens": counts,
     "checkpoint_every": st.none() | counts,
     "checkpoint_minutes": st.floats(0, 1e300),
-    "keep_checkpoints": counts,
+    "num_kept_checkpoints": counts,
     "tensorboard": st.booleans(),
     "wandb": st.booleans(),
 }
@@ -153,8 +153,8 @@ def recipes(draw: st.DrawFn) -> Recipe:
     budget = draw(st.sampled_from([None, *BUDGETS]))
     if budget is not None:
         values[budget] = draw(BUDGETS[budget])
-    values["accumulate"] = draw(st.integers(1, 8))
-    values["batch_size"] *= values["accumulate"]
+    values["num_micro_batches"] = draw(st.integers(1, 8))
+    values["batch_size"] *= values["num_micro_batches"]
     assume(not (values["trainable"] == "lora" and values["optimizer"] == "muon"))
     return Recipe(**values)
 
@@ -171,7 +171,7 @@ def test_round_trips(recipe: Recipe) -> None:
 
 
 def test_the_round_trip_knows_every_field() -> None:
-    assert {*FIELDS, *BUDGETS, "accumulate"} == set(fields.field_types(Recipe))
+    assert {*FIELDS, *BUDGETS, "num_micro_batches"} == set(fields.field_types(Recipe))
 
 
 def test_every_field_is_explained() -> None:
@@ -186,28 +186,28 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "flops": [(0, "must be greater than 0"), (math.nan, "must be a finite number")],
     "batch_size": [(0, "must be greater than 0"), (2.5, "must be a whole number")],
     "seq_len": [(0, "must be at least 1")],
-    "accumulate": [(0, "must be greater than 0"), (3, "must divide train.batch_size = 16")],
+    "num_micro_batches": [(0, "must be greater than 0"), (3, "must divide train.batch_size = 16")],
     "seed": [(-1, "must lie between 0 and 9007199254740991"), (2**53 + 1, "must lie between")],
     "optimizer": [("sgd", "must be one of 'adamw', 'muon'")],
     "learning_rate": [(0, "must be greater than 0"), (math.nan, "must be a finite number")],
     "scale_by_width": [("perhaps", "must be true or false")],
-    "router_rate": [(0, "must be greater than 0"), (math.inf, "must be a finite number")],
+    "router_rate_factor": [(0, "must be greater than 0"), (math.inf, "must be a finite number")],
     "schedule": [("linear", "must be one of 'cosine', 'wsd', 'constant'")],
-    "warmup": [(-0.1, "must lie between 0 and 1"), (20, "must lie between 0 and 1")],
-    "decay": [(1.5, "must lie between 0 and 1")],
-    "final_rate": [(math.nan, "must lie between 0 and 1")],
+    "warmup_share": [(-0.1, "must lie between 0 and 1"), (20, "must lie between 0 and 1")],
+    "decay_share": [(1.5, "must lie between 0 and 1")],
+    "final_rate_share": [(math.nan, "must lie between 0 and 1")],
     "weight_decay": [(-1, "must be 0 or more")],
     "beta1": [(1, "would never learn"), (-0.5, "must lie between 0 and 1")],
     "beta2": [(1, "would never learn"), (2, "must lie between 0 and 1")],
-    "clip": [(-1, "must be 0 or more"), (math.inf, "must be a finite number")],
-    "capacity_from": [(0, r"must lie in \(0, 1\]"), (1.5, r"must lie in \(0, 1\]")],
-    "capacity_share": [(1.5, "must lie between 0 and 1")],
-    "capacity_stages": [(0, "must be greater than 0"), (2.5, "must be a whole number")],
+    "max_grad_norm": [(-1, "must be 0 or more"), (math.inf, "must be a finite number")],
+    "start_capacity": [(0, r"must lie in \(0, 1\]"), (1.5, r"must lie in \(0, 1\]")],
+    "capacity_fall_share": [(1.5, "must lie between 0 and 1")],
+    "num_capacity_stages": [(0, "must be greater than 0"), (2.5, "must be a whole number")],
     "trainable": [("heads", "must be one of 'all', 'routers', 'lora'")],
     "lora_rank": [(0, "must be greater than 0"), (2.5, "must be a whole number")],
     "lora_alpha": [(0, "must be greater than 0"), (math.inf, "must be a finite number")],
     "lora_blocks": [("dense", "must be one of 'routed', 'all'")],
-    "distill_weight": [(-1, "must be 0 or more"), (math.inf, "must be a finite number")],
+    "distill_loss_weight": [(-1, "must be 0 or more"), (math.inf, "must be a finite number")],
     "document_mask": [(3, "must be true or false")],
     "precision": [("float16", "must be one of 'auto', 'float32', 'bfloat16'")],
     "compile": [("often", "must be true or false or empty")],
@@ -220,7 +220,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "val_tokens": [(0, "must be greater than 0")],
     "checkpoint_every": [(-5, "must be at least 1")],
     "checkpoint_minutes": [(-1, "must be 0 or more"), (math.inf, "must be a finite number")],
-    "keep_checkpoints": [(0, "must be at least 1: without one nothing can be resumed")],
+    "num_kept_checkpoints": [(0, "must be at least 1: without one nothing can be resumed")],
     "tensorboard": [("maybe", "must be true or false")],
     "wandb": [(2, "must be true or false")],
 }
@@ -242,7 +242,7 @@ def test_what_does_not_fit_is_said(name: str, value: Any, sentence: str) -> None
 
 def test_every_field_can_be_wrong() -> None:
     # any text may be a folder's name
-    assert {*WRONG, "distill"} == set(fields.field_types(Recipe))
+    assert {*WRONG, "teacher"} == set(fields.field_types(Recipe))
 
 
 def test_two_budgets_are_refused() -> None:
@@ -266,6 +266,7 @@ def test_two_budgets_are_refused() -> None:
         ("batch_size", "'batch_size'. Did you mean 'train.batch_size'"),
         ("seed", "Did you mean 'train.seed'"),
         ("widht", "Did you mean 'width'"),
+        ("warmup", "Did you mean 'train.warmup_share'"),
         ("train", "no configuration field 'train'"),
     ],
 )
@@ -304,6 +305,84 @@ def test_a_run_can_be_changed() -> None:
         run.override({"train.batch_size": "x"})
     with pytest.raises(ValueError, match="a run stops by one of"):
         run.override({"train.steps": 1, "train.tokens": 5})
+
+
+# as a run's config.toml had them, each with a value that is not its default
+OLD_FILE = """
+[model]
+width = 96
+num_heads = 4
+
+[train]
+batch_size = 12
+accumulate = 3
+router_rate = 2.5
+warmup = 0.25
+decay = 0.125
+final_rate = 0.75
+clip = 0.5
+capacity_from = 0.875
+capacity_share = 0.375
+capacity_stages = 5
+distill = "runs/old"
+distill_weight = 4.0
+keep_checkpoints = 7
+"""
+NEW = Recipe(
+    batch_size=12,
+    num_micro_batches=3,
+    router_rate_factor=2.5,
+    warmup_share=0.25,
+    decay_share=0.125,
+    final_rate_share=0.75,
+    max_grad_norm=0.5,
+    start_capacity=0.875,
+    capacity_fall_share=0.375,
+    num_capacity_stages=5,
+    teacher="runs/old",
+    distill_loss_weight=4.0,
+    num_kept_checkpoints=7,
+)
+
+
+def test_a_file_with_every_old_name_loads(tmp_path: Path) -> None:
+    expected = RunConfig(model=ModelConfig(width=96, num_heads=4), train=NEW)
+    tree = tomllib.loads(OLD_FILE)
+    assert tree["train"].keys() == {"batch_size", *Recipe.OLD_NAMES}
+    assert RunConfig.from_toml(OLD_FILE) == expected
+    assert RunConfig.from_dict(json.loads(json.dumps(tree))) == expected
+    (tmp_path / "config.toml").write_text(OLD_FILE)
+    assert load_run_config(tmp_path / "config.toml") == expected
+    # what is written has the names of today
+    written = tomllib.loads(expected.to_toml())["train"]
+    assert not written.keys() & Recipe.OLD_NAMES.keys()
+    assert RunConfig.from_toml(expected.to_toml()) == expected
+
+
+def test_overrides_by_their_old_names() -> None:
+    tree = tomllib.loads(OLD_FILE)["train"]
+    old = {f"train.{name}": str(value) for name, value in tree.items()}
+    assert RunConfig().override(old).train == NEW
+    assert fields.override(Recipe(), tree) == NEW
+    # the last one counts, as of a name that is given twice
+    twice = {"train.clip": 2.0, "train.max_grad_norm": 3.0}
+    assert RunConfig().override(twice).train.max_grad_norm == 3
+    assert RunConfig().override({"train.max_grad_norm": 3.0, "train.clip": 2.0}).train == Recipe(
+        max_grad_norm=2.0
+    )
+    with pytest.raises(ValueError, match=r"train\.max_grad_norm = -1\.0 must be 0 or more"):
+        RunConfig().override({"train.clip": -1})
+
+
+def test_a_file_with_both_names_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^train\.clip is what train\.max_grad_norm was called"):
+        RunConfig.from_toml("[train]\nclip = 1.0\nmax_grad_norm = 2.0\n")
+
+
+def test_old_names_lead_to_fields() -> None:
+    known = fields.field_types(Recipe).keys()
+    assert set(Recipe.OLD_NAMES.values()) <= known
+    assert not Recipe.OLD_NAMES.keys() & known
 
 
 def test_sequences_are_the_models_unless_given() -> None:

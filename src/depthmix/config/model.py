@@ -1,77 +1,72 @@
-"""What a model is, as data: frozen dataclasses, dotted overrides, TOML and JSON.
+"""What a model is, as data: its fields, each with its bounds, and what follows from them.
 
-Owns every name and every rule of a valid configuration. Knows nothing of torch, so that planning,
-counting and `--help` stay instant.
+Rules that relate several fields are in `rules`, and what may be chosen by name in `choices`.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
-from depthmix import fields
-from depthmix.rules import find_problems, num_kept
+from depthmix.config import fields
+from depthmix.config.choices import (
+    CAUSAL_SELECTORS,
+    SELECTORS,
+    STRATEGIES,
+    ExpertStrategyName,
+    GateName,
+    StrategyName,
+)
+from depthmix.config.fields import Bounds, Count, NotNegative, Positive
+from depthmix.config.rules import find_problems, say_targets
 
-Strategy = Literal["none", "expert_choice", "token_choice", "stochastic", "early_exit", "causal"]
-Gate = Literal["raw", "sigmoid", "tanh1", "unit"]
-Schedule = Literal["linear", "cosine"]
-ExpertChoice = Literal["none", "expert_choice", "token_choice"]
-Mlp = Literal["swiglu", "gelu"]
-Selector = Literal["topk", "predictor", "router", "all"]
-
-__all__ = [
-    "SELECTORS",
-    "ExpertsConfig",
-    "ModelConfig",
-    "RoutingConfig",
-    "num_kept",
+Capacity = Annotated[
+    float, Bounds(above=0, most=1, hint="0.125 keeps one token in eight, 1.0 keeps all")
 ]
-
-SELECTORS: tuple[str, ...] = get_args(Selector)
-# those that look at no later token
-CAUSAL_SELECTORS = ("predictor", "router", "all")
+# far beyond any model, and few enough to list
+NumLayers = Annotated[Count, Bounds(most=10_000)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingConfig:
     """Which blocks route, how many tokens each keeps, and how the decision is taken."""
 
-    strategy: Strategy = "none"
-    """How tokens are chosen: none, expert_choice, token_choice, stochastic, early_exit, causal."""
-    capacity: float | tuple[float, ...] | Schedule = 0.125
+    strategy: StrategyName = "none"
+    """Which tokens a routed block keeps."""
+    capacity: Capacity | tuple[Capacity, ...] | Literal["linear", "cosine"] = 0.125
     """Share of tokens a routed block keeps, in (0, 1]: a number, a list with one number for each
     routed block, or the name of a schedule over depth (linear, cosine)."""
-    capacity_first: float = 0.85
+    capacity_first: Capacity = 0.85
     """With a named schedule: the first routed block's capacity."""
-    capacity_last: float = 0.15
+    capacity_last: Capacity = 0.15
     """With a named schedule: the last routed block's capacity."""
-    every: int = 2
+    every: Count = 2
     """Route every n-th block: 2 routes every other block, 1 routes all."""
-    first_dense: int = 0
+    first_dense: NotNegative[int] = 0
     """Number of first blocks that are never routed."""
     layers: tuple[int, ...] | None = None
     """Indices of the blocks that route, from 0; empty means by `every` and `first_dense`."""
-    first_tokens: int = 0
+    first_tokens: NotNegative[int] = 0
     """Number of first positions of a document that are always routed."""
-    gate: Gate = "raw"
-    """What multiplies a routed block's update: raw r, sigmoid(r), tanh1 = 1 + tanh(r), unit = 1."""
+    gate: GateName = "raw"
+    """What multiplies a routed block's update of a token with the score r."""
     normalize_input: bool = True
     """Score x / rms(x), so that scores do not grow with the residual stream that they scale; false
     scores x itself, as the paper does."""
-    init_std: float = 0.02
+    init_std: NotNegative[float] = 0.02
     """Standard deviation of the router's initial weights; 0 starts every score at 0."""
-    aux_loss_weight: float = 0.0
+    aux_loss_weight: NotNegative[float] = 0.0
     """Weight of the router's binary cross-entropy against top-k membership; 0 turns it off."""
     predictor: bool = True
     """Train a small stop-gradient head that predicts top-k membership causally."""
-    predictor_width: int = 64
+    predictor_width: Count = 64
     """Hidden width of the predictor."""
-    predictor_loss_weight: float = 0.01
+    predictor_loss_weight: NotNegative[float] = 0.01
     """Weight of the predictor's loss; the gradient stops at its input, so it is a learning rate."""
-    balance_loss_weight: float = 0.01
+    balance_loss_weight: NotNegative[float] = 0.01
     """Weight of token_choice's balancing loss."""
-    kv_capacity: float | None = None
+    kv_capacity: Capacity | None = None
     """Decoupled routing: share of tokens that offer keys and values, at least `capacity`."""
 
     def __post_init__(self) -> None:
@@ -80,7 +75,7 @@ class RoutingConfig:
     @property
     def has_target(self) -> bool:
         """Whether top-k membership is something that a causal head can learn."""
-        return self.strategy in ("expert_choice", "early_exit", "causal")
+        return STRATEGIES[self.strategy].has_target
 
     @property
     def has_predictor(self) -> bool:
@@ -93,37 +88,37 @@ class RoutingConfig:
         if self.has_predictor:
             return "predictor"
         trained = self.has_target and self.aux_loss_weight > 0
-        return "router" if trained or self.strategy == "token_choice" else None
+        return "router" if trained or STRATEGIES[self.strategy].trains_router else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """Expert MLPs in place of a block's MLP: MoE, and Mixture-of-Depths-and-Experts."""
 
-    strategy: ExpertChoice = "none"
-    """Who chooses: none (one MLP), expert_choice (experts take tokens), token_choice."""
-    num_experts: int = 8
+    strategy: ExpertStrategyName = "none"
+    """Who chooses."""
+    num_experts: Count = 8
     """Number of expert MLPs in a block."""
-    num_noop: int = 0
+    num_noop: NotNegative[int] = 0
     """Number of no-op experts beside them: more than 0 makes an integrated MoDE."""
-    per_token: int = 1
+    per_token: Count = 1
     """Experts that each token chooses under token_choice."""
     capacity: float = 1.0
     """Expert places for each token of a sequence, on average: every expert takes
     capacity · T / num_experts tokens; under token_choice all of them together capacity · T."""
-    every: int = 1
+    every: Count = 1
     """Put experts in every n-th block."""
-    width: int | None = None
+    width: Count | None = None
     """Hidden width of one expert; empty means the model's mlp_width."""
-    aux_loss_weight: float = 0.0
+    aux_loss_weight: NotNegative[float] = 0.0
     """expert_choice: weight of the router's cross-entropy against membership."""
     predictor: bool = True
     """expert_choice: train a stop-gradient head that predicts each expert's choice causally."""
-    predictor_width: int = 64
+    predictor_width: Count = 64
     """Hidden width of that head."""
-    predictor_loss_weight: float = 0.01
+    predictor_loss_weight: NotNegative[float] = 0.01
     """Weight of that head's loss."""
-    balance_loss_weight: float = 0.01
+    balance_loss_weight: NotNegative[float] = 0.01
     """token_choice: weight of the load-balancing loss."""
 
     def __post_init__(self) -> None:
@@ -148,23 +143,23 @@ class Shape(NamedTuple):
 class ModelConfig:
     """A decoder-only transformer, its depth routing and its experts."""
 
-    vocab_size: int = 16384
+    vocab_size: Count = 16384
     """Number of token ids."""
-    max_seq_len: int = 1024
+    max_seq_len: Count = 1024
     """Longest sequence in tokens; positions are smaller than this."""
-    num_layers: int = 12
+    num_layers: NumLayers = 12
     """Number of blocks."""
-    width: int = 512
+    width: Count = 512
     """Width of the residual stream."""
-    num_heads: int = 8
+    num_heads: Count = 8
     """Number of query heads."""
-    num_kv_heads: int | None = None
+    num_kv_heads: Count | None = None
     """Number of key/value heads; it divides num_heads. Empty means num_heads."""
-    head_width: int | None = None
+    head_width: Count | None = None
     """Width of one head, even. Empty means width / num_heads."""
-    mlp_width: int | None = None
+    mlp_width: Count | None = None
     """Hidden width of the MLP. Empty: 8/3 of width (swiglu, in steps of 128), or 4 times (gelu)."""
-    mlp: Mlp = "swiglu"
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
     """Form of the MLP: swiglu or gelu."""
     qk_norm: bool = False
     """RMS-normalise queries and keys in each head."""
@@ -172,11 +167,11 @@ class ModelConfig:
     """Add learned biases to queries, keys and values, as Qwen2 does."""
     tied_head: bool = True
     """Use the embedding matrix as the output head."""
-    rope_theta: float = 10000.0
+    rope_theta: Positive[float] = 10000.0
     """Base of the rotary position frequencies."""
     rope_factors: tuple[float, ...] | None = None
     """Divides them: one number all alike, or Llama 3's factor, low, high and first length."""
-    norm_eps: float = 1e-6
+    norm_eps: Positive[float] = 1e-6
     """Epsilon inside every RMSNorm."""
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     """Depth routing."""
@@ -265,15 +260,15 @@ class ModelConfig:
             return None
         if selector not in SELECTORS:
             return f"there is no selector '{selector}': use one of {', '.join(SELECTORS)}"
-        if selector in ("predictor", "router") and self.routing.strategy == "stochastic":
+        if selector in ("predictor", "router") and STRATEGIES[self.routing.strategy].is_random:
             return (
                 f"a random choice has no causal head for selector '{selector}': use 'topk' or 'all'"
             )
         if selector == "predictor":
             if self.routed_layers and not self.routing.has_predictor:
                 return (
-                    "selector 'predictor' needs a predictor: set routing.predictor = true (with "
-                    "expert_choice, early_exit or causal routing), or use selector 'router'"
+                    f"selector 'predictor' needs a predictor: set routing.predictor = true (with "
+                    f"{say_targets()} routing), or use selector 'router'"
                 )
             if self.experts.strategy == "expert_choice" and not self.experts.predictor:
                 return (

@@ -9,9 +9,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from depthmix import fields
-from depthmix.config import ModelConfig
-from depthmix.recipe import RunConfig
+from depthmix.config import fields
+from depthmix.config.model import ModelConfig
+from depthmix.config.train import RunConfig
 
 __all__ = ["load_config", "load_preset", "load_run_config", "preset_names", "preset_sizes"]
 

@@ -1,12 +1,15 @@
 """Plain data to frozen dataclasses and back, on a configuration of the tests' own."""
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 import pytest
 
-from depthmix import fields
+from depthmix.config import ExpertsConfig, ModelConfig, Recipe, RoutingConfig, fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,7 @@ class Outer:
         ("count", 4.0, 4),
         ("count", " 4 ", 4),
         ("count", 2**60 + 1, 2**60 + 1),
+        pytest.param("count", "1" + "0" * 400, 10**400, id="count-huge"),
         ("label", "text", "text"),
         ("label", "", ""),
         ("flag", "true", True),
@@ -98,6 +102,7 @@ def test_values_become_their_declared_types(name: str, given: Any, expected: Any
         ("flag", "yes", "flag = 'yes' does not fit: it must be true or false"),
         ("flag", 1, "flag = 1 does not fit"),
         ("size", "big", "a whole number or empty"),
+        pytest.param("inner.rate", 10**400, "it must be a number", id="rate-huge"),
         ("inner.rate", "fast", r"inner\.rate = 'fast' does not fit: it must be a number"),
         ("inner.shape", "square", "a number or a list of numbers or one of 'round', 'flat'"),
         ("inner.shape", "0.5,big", "does not fit"),
@@ -201,7 +206,108 @@ def test_suggestions_need_something_close() -> None:
 
 
 def test_whole_numbers_as_text_keep_every_digit() -> None:
-    from depthmix.recipe import Recipe
-
     assert fields.override(Recipe(), {"seed": "9007199254740991"}).seed == 9007199254740991
     assert fields.override(Recipe(), {"batch_size": "1e2"}).batch_size == 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounded:
+    """A configuration whose fields say what they take."""
+
+    OLD_NAMES: ClassVar[Mapping[str, str]] = {"number": "count", "section": "part"}
+
+    count: fields.Count = 1
+    """How many."""
+    few: Annotated[fields.Count, fields.Bounds(most=9)] = 1
+    """Not many."""
+    cost: fields.NotNegative[float] = 0.0
+    rate: fields.Positive[float] | None = None
+    share: fields.Share | tuple[fields.Share, ...] | Literal["half"] = 0.5
+    part: Annotated[float, fields.Bounds(above=0, most=1, hint="1 is all")] = 1.0
+    beta: Annotated[fields.Share, fields.Bounds(below=1)] = 0.0
+    phase: Annotated[float, fields.Bounds(least=0, below=2)] = 0.0
+    kind: Annotated[str, fields.Choices({"dog": "it barks", "cat": "it does not"})] = "cat"
+    """What it is."""
+
+    def __post_init__(self) -> None:
+        fields.coerce(self, "b.")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("count", 0, "b.count = 0 must be at least 1"),
+        pytest.param("count", -(10**400), "must be at least 1", id="count-huge"),
+        ("few", 0, "b.few = 0 must be at least 1"),
+        ("few", 10, "b.few = 10 must not be more than 9"),
+        ("cost", -0.5, "b.cost = -0.5 must be 0 or more"),
+        ("cost", math.inf, "b.cost = inf must be a finite number, 0 or more"),
+        ("cost", math.nan, "b.cost = nan must be a finite number, 0 or more"),
+        ("rate", 0, "b.rate = 0.0 must be greater than 0"),
+        ("rate", "inf", "b.rate = inf must be a finite number, greater than 0"),
+        ("share", 1.5, "b.share = 1.5 must lie between 0 and 1"),
+        ("share", math.nan, "b.share = nan must lie between 0 and 1"),
+        ("share", [0.5, -0.5], "b.share = -0.5 must lie between 0 and 1"),
+        ("part", 0, r"b.part = 0.0 must lie in \(0, 1\]: 1 is all"),
+        ("beta", 1, "b.beta = 1.0 must be less than 1"),
+        ("beta", 2, "b.beta = 2.0 must lie between 0 and 1"),
+        ("phase", 2, r"b.phase = 2.0 must lie in \[0, 2\)"),
+        ("kind", "cow", "b.kind = 'cow' does not fit: it must be one of 'dog', 'cat'"),
+        ("kind", 3, "b.kind = 3 does not fit"),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Bounded(**{name: value})
+    with pytest.raises(ValueError, match=message):
+        fields.build(Bounded, {name: value}, "b.")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        pytest.param("count", 10**400, id="count-huge"),
+        ("few", 9),
+        ("cost", 0.0),
+        ("rate", 5e-324),
+        ("rate", None),
+        ("share", 0.0),
+        ("share", (0.0, 1.0)),
+        ("share", ()),
+        ("share", "half"),
+        ("part", 1.0),
+        ("beta", 0.0),
+        ("kind", "dog"),
+    ],
+)
+def test_the_edge_of_each_bound_is_allowed(name: str, value: Any) -> None:
+    assert getattr(Bounded(**{name: value}), name) == value
+
+
+def test_choices_are_told_with_their_meanings() -> None:
+    docs = fields.document_fields(Bounded)
+    assert docs["kind"] == "What it is. dog: it barks; cat: it does not."
+    assert docs["count"] == "How many."
+    assert docs["share"] == ""
+
+
+def test_fields_are_found_by_names_that_they_had() -> None:
+    assert fields.build(Bounded, {"number": 4}) == Bounded(count=4)
+    assert fields.override(Bounded(), {"number": "4", "section": 0.5}) == Bounded(count=4, part=0.5)
+    assert fields.rename(Bounded, "number") == "count"
+    assert fields.rename(Bounded, "count") == "count"
+    assert fields.rename(Bounded, "nothing.number") == "nothing.number"
+    with pytest.raises(
+        ValueError, match=r"^b\.number is what b\.count was called before: leave it out"
+    ):
+        fields.build(Bounded, {"number": 4, "count": 5}, "b.")
+
+
+@pytest.mark.parametrize("kind", [ModelConfig, RoutingConfig, ExpertsConfig, Recipe])
+def test_every_number_has_bounds(kind: type) -> None:
+    # those of these follow from other fields, which a rule says
+    related = {"rope_factors", "layers", "capacity"} if kind is not RoutingConfig else {"layers"}
+    for name, declared in fields.field_types(kind).items():
+        options = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+        if name not in related:
+            assert not {int, float, tuple[int, ...], tuple[float, ...]} & set(options), name

@@ -1,6 +1,7 @@
 """How a model is trained, as data: batch, optimiser, schedule, budget, how often to save and look.
 
-Knows nothing of torch: a plan of many runs is made and counted without it.
+Owns the names that its fields once had, by which earlier configurations still load. Knows no torch:
+a plan of many runs is made and counted without it.
 """
 
 import dataclasses
@@ -8,80 +9,98 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from depthmix import fields
-from depthmix.config import ModelConfig
+from depthmix.config import fields
+from depthmix.config.fields import Bounds, Count, NotNegative, Positive, Share
+from depthmix.config.model import ModelConfig
 
 BASE_WIDTH = 32
 # what a run stops by, one of them
 BUDGETS = ("steps", "tokens", "flops")
 
 # beyond this, not every reader of JSON and TOML tells two whole numbers apart
-MOST_SEEDS = 2**53
+Seed = Annotated[int, Bounds(least=0, most=2**53 - 1)]
+Beta = Annotated[Share, Bounds(below=1, hint="1 would never learn")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything about a training run that is not the model or the data."""
 
-    steps: int | None = None
+    OLD_NAMES: ClassVar[Mapping[str, str]] = {
+        "accumulate": "num_micro_batches",
+        "router_rate": "router_rate_factor",
+        "warmup": "warmup_share",
+        "decay": "decay_share",
+        "final_rate": "final_rate_share",
+        "clip": "max_grad_norm",
+        "capacity_from": "start_capacity",
+        "capacity_share": "capacity_fall_share",
+        "capacity_stages": "num_capacity_stages",
+        "distill": "teacher",
+        "distill_weight": "distill_loss_weight",
+        "keep_checkpoints": "num_kept_checkpoints",
+    }
+    """What fields were called in configurations that were written before."""
+
+    steps: Positive[int] | None = None
     """Stop after this many optimisation steps."""
-    tokens: float | None = None
+    tokens: Positive[float] | None = None
     """Stop when this many tokens were trained on (1e9 may be written)."""
-    flops: float | None = None
+    flops: Positive[float] | None = None
     """Stop when this much compute was spent: the budget by which models are compared."""
-    batch_size: int = 16
+    batch_size: Positive[int] = 16
     """Sequences in a batch, over all processes and micro-batches."""
-    seq_len: int | None = None
+    seq_len: Count | None = None
     """Tokens in a sequence. Empty means the model's max_seq_len."""
-    accumulate: int = 1
+    num_micro_batches: Positive[int] = 1
     """Micro-batches that a batch is cut into, to save memory."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the weights, of the order of documents, and of everything else that is random."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon for the blocks' matrices with adamw for all else."""
-    learning_rate: float = 8e-3
+    learning_rate: Positive[float] = 8e-3
     """Highest learning rate, that of the embeddings; see scale_by_width."""
     scale_by_width: bool = True
     """Give the blocks' matrices learning_rate · 32 / width (Muon's: · √(256 / width)), so that one
     setting fits all sizes."""
-    router_rate: float = 1.0
+    router_rate_factor: Positive[float] = 1.0
     """Learning rate of routers and predictors, in multiples of what they have by that."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After warming up: cosine to the end, wsd (stable, then a linear decay), or constant."""
-    warmup: float = 0.05
+    warmup_share: Share = 0.05
     """Share of the run in which the learning rate rises to its highest."""
-    decay: float = 0.2
+    decay_share: Share = 0.2
     """Share of the run in which wsd falls, at its end."""
-    final_rate: float = 0.1
+    final_rate_share: Share = 0.1
     """Learning rate at the end, as a share of the highest (cosine and wsd)."""
-    weight_decay: float = 0.1
+    weight_decay: NotNegative[float] = 0.1
     """Decay of the matrices; embeddings, norms and routers have none."""
-    beta1: float = 0.9
+    beta1: Beta = 0.9
     """AdamW's momentum."""
-    beta2: float = 0.95
+    beta2: Beta = 0.95
     """AdamW's memory of squared gradients."""
-    clip: float = 1.0
+    max_grad_norm: NotNegative[float] = 1.0
     """Largest norm of the gradient; 0 turns clipping off."""
-    capacity_from: float | None = None
+    start_capacity: Annotated[float, Bounds(above=0, most=1)] | None = None
     """Capacity that every routed block begins with, to fall to the model's own in stages. Empty
     means: the model's own from the start."""
-    capacity_share: float = 0.5
+    capacity_fall_share: Share = 0.5
     """Share of the run in which the capacity falls, at its beginning."""
-    capacity_stages: int = 8
+    num_capacity_stages: Positive[int] = 8
     """Number of stages in which it falls; each is compiled anew where steps are compiled."""
     trainable: Literal["all", "routers", "lora"] = "all"
     """What learns: all, routers and predictors alone, or these and low-rank adapters of blocks."""
-    lora_rank: int = 16
+    lora_rank: Positive[int] = 16
     """Rank of those adapters."""
-    lora_alpha: float | None = None
+    lora_alpha: Positive[float] | None = None
     """An adapter is multiplied by lora_alpha / lora_rank. Empty means twice the rank."""
     lora_blocks: Literal["routed", "all"] = "routed"
     """Blocks whose matrices have adapters: those that route, or all."""
-    distill: str | None = None
+    teacher: str | None = None
     """A run or folder whose model's predictions are learned beside the text."""
-    distill_weight: float = 1.0
+    distill_loss_weight: NotNegative[float] = 1.0
     """Weight of that loss, the divergence from the teacher's predictions."""
     document_mask: bool = True
     """Keep attention inside a document; false lets packed documents see the ones before them."""
@@ -96,20 +115,22 @@ class Recipe:
     """Replay a whole step as one CUDA graph. Empty means: on one compiled GPU."""
     checkpoint_activations: bool = False
     """Compute activations a second time in the backward pass, to save memory."""
-    shard_size: int | None = None
+    shard_size: Count | None = None
     """Processes that share one copy of the weights (HSDP). Empty means: all of them (FSDP)."""
-    log_every: int = 10
+    log_every: Positive[int] = 10
     """Steps between two lines of metrics."""
-    val_every: int | None = None
+    val_every: Count | None = None
     """Steps between two validations. Empty means: twenty in a run, or fewer where they would read
     more than a tenth of what is trained on; one at the end in any case."""
-    val_tokens: int = 131072
+    val_tokens: Positive[int] = 131072
     """Tokens of the validation split to look at, at most."""
-    checkpoint_every: int | None = None
+    checkpoint_every: Count | None = None
     """Steps between two checkpoints. Empty means: every checkpoint_minutes."""
-    checkpoint_minutes: float = 3.0
+    checkpoint_minutes: NotNegative[float] = 3.0
     """Minutes between two checkpoints, where checkpoint_every is empty."""
-    keep_checkpoints: int = 2
+    num_kept_checkpoints: Annotated[
+        int, Bounds(least=1, hint="without one nothing can be resumed")
+    ] = 2
     """Number of last checkpoints to keep; the best by validation loss stays beside them."""
     tensorboard: bool = True
     """Write TensorBoard's files into the run's folder."""
@@ -129,28 +150,30 @@ class Recipe:
                 f"train.trainable = lora merges whole matrices, which {size} {noun} would share: "
                 f"use one, or another train.trainable"
             )
-        if self.batch_size % (size * self.accumulate):
-            micro = f" x train.accumulate={self.accumulate}" if self.accumulate > 1 else ""
+        if self.batch_size % (size * self.num_micro_batches):
+            cut = self.num_micro_batches
+            micro = f" x train.num_micro_batches={cut}" if cut > 1 else ""
             raise ValueError(
                 f"train.batch_size = {self.batch_size} cannot be shared by {size} {noun}{micro}: "
-                f"give a multiple of {size * self.accumulate}"
+                f"give a multiple of {size * cut}"
             )
 
     def rate_at(self, step: int, num_steps: int) -> float:
-        """Learning rate of a step, as a share of the highest; a decay ends at final_rate."""
-        num_warmup = _round_up(self.warmup * num_steps)
+        """Learning rate of a step, as a share of the highest; a decay ends at final_rate_share."""
+        num_warmup = _round_up(self.warmup_share * num_steps)
         if step < num_warmup:
             return (step + 1) / num_warmup
         num_falling = 0 if self.schedule == "constant" else num_steps - num_warmup
         if self.schedule == "wsd":
-            num_falling = min(num_falling, _round_up(self.decay * num_steps))
+            num_falling = min(num_falling, _round_up(self.decay_share * num_steps))
         num_left = num_steps - 1 - step
         if num_left >= num_falling:
             return 1.0
         share = num_left / num_falling
         if self.schedule == "cosine":
             share = (1 - math.cos(math.pi * share)) / 2
-        return self.final_rate + (1 - self.final_rate) * share
+        final = self.final_rate_share
+        return final + (1 - final) * share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +234,7 @@ class RunConfig:
 
         A budget takes the place of the one that is there: a run stops by one of them.
         """
+        overrides = update_names(overrides)
         for name in overrides:
             _refuse_unknown(name)
         model = {n: v for n, v in overrides.items() if not _is_recipe(n)}
@@ -241,6 +265,11 @@ class RunConfig:
         return fields.build(RunConfig, tree)
 
 
+def update_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted fields of a run by the names that they have today; of two alike the last counts."""
+    return {fields.rename(RunConfig, name): value for name, value in overrides.items()}
+
+
 def _is_recipe(name: str) -> bool:
     return name.startswith("train.")
 
@@ -255,7 +284,8 @@ def _refuse_unknown(name: str) -> None:
         unknown, meant = bare not in recipe, [bare] if bare in model else close
     else:
         # what is no field at all is the model's to refuse
-        unknown, meant = name in recipe and name not in model, [f"train.{name}"]
+        bare = Recipe.OLD_NAMES.get(name, name)
+        unknown, meant = bare in recipe and name not in model, [f"train.{bare}"]
     if unknown:
         hint = f"Did you mean '{meant[0]}'?" if meant else f"The fields are: {', '.join(recipe)}."
         raise ValueError(f"there is no configuration field '{name}'. {hint}")
@@ -270,38 +300,10 @@ def _find_problems(recipe: Recipe) -> Iterator[str]:
     given = [name for name in BUDGETS if getattr(recipe, name) is not None]
     if len(given) > 1:
         yield f"a run stops by one of steps, tokens and flops: take away {' and '.join(given[1:])}"
-    above = ("batch_size", "accumulate", "log_every", "val_tokens", "learning_rate", "router_rate")
-    for name in (*BUDGETS, *above, "capacity_stages", "lora_rank", "lora_alpha"):
-        value = getattr(recipe, name)
-        if value is not None and not 0 < value < math.inf:
-            yield f"train.{name} = {value} must be {_say_bound(value, 'greater than 0')}"
-    for name in ("seq_len", "shard_size", "val_every", "checkpoint_every"):
-        value = getattr(recipe, name)
-        if value is not None and value < 1:
-            yield f"train.{name} = {value} must be at least 1"
-    if recipe.batch_size % recipe.accumulate:
+    if recipe.batch_size % recipe.num_micro_batches:
         yield (
-            f"train.accumulate = {recipe.accumulate} must divide train.batch_size = "
+            f"train.num_micro_batches = {recipe.num_micro_batches} must divide train.batch_size = "
             f"{recipe.batch_size}"
         )
-    for name in ("warmup", "decay", "final_rate", "beta1", "beta2", "capacity_share"):
-        if not 0 <= getattr(recipe, name) <= 1:
-            yield f"train.{name} = {getattr(recipe, name)} must lie between 0 and 1"
-    for name in ("beta1", "beta2"):
-        if getattr(recipe, name) == 1:
-            yield f"train.{name} = 1 would never learn: give less than 1"
-    for name in ("clip", "weight_decay", "checkpoint_minutes", "distill_weight"):
-        if not 0 <= (value := getattr(recipe, name)) < math.inf:
-            yield f"train.{name} = {value} must be {_say_bound(value, '0 or more')}"
-    if not 0 <= recipe.seed < MOST_SEEDS:
-        yield f"train.seed = {recipe.seed} must lie between 0 and {MOST_SEEDS - 1}"
     if recipe.trainable == "lora" and recipe.optimizer == "muon":
         yield "train.trainable = lora is not for Muon, which wants whole matrices: use adamw"
-    if recipe.capacity_from is not None and not 0 < recipe.capacity_from <= 1:
-        yield f"train.capacity_from = {recipe.capacity_from} must lie in (0, 1]"
-    if recipe.keep_checkpoints < 1:
-        yield "train.keep_checkpoints must be at least 1: without one nothing can be resumed"
-
-
-def _say_bound(value: int | float, words: str) -> str:
-    return words if math.isfinite(value) else "a finite number"

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from depthmix.config import ModelConfig
-from depthmix.presets import load_preset
-from depthmix.rules import find_problems, num_kept
+from depthmix.config import ModelConfig, load_preset
+from depthmix.config.rules import find_problems, num_kept
 
 MOD = {"routing.strategy": "expert_choice"}
 MOE = {"experts.strategy": "expert_choice"}
@@ -24,20 +23,21 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         for name in ("vocab_size", "max_seq_len", "num_layers", "width", "num_heads")
     ],
     ({"num_layers": 10**12}, "num_layers", "more than 10000"),
+    ({"num_layers": 10**400}, "num_layers", "more than 10000"),
     *[({name: 0}, name, "at least 1") for name in ("num_kv_heads", "head_width", "mlp_width")],
     ({"num_heads": 5, "num_kv_heads": 5}, "num_heads", "does not divide width = 64"),
     ({"num_kv_heads": 3}, "num_kv_heads", "choose one of 1, 2, 4"),
     ({"head_width": 7}, "head_width", "even width"),
     ({"width": 12, "num_heads": 4}, "head_width", "even width"),
-    ({"rope_theta": 0.0}, "rope_theta", "positive"),
-    ({"rope_theta": math.inf}, "rope_theta", "positive"),
+    ({"rope_theta": 0.0}, "rope_theta", "greater than 0"),
+    ({"rope_theta": math.inf}, "rope_theta", "a finite number, greater than 0"),
     ({"rope_factors": ()}, "rope_factors = []", "one number, or four"),
     ({"rope_factors": (8.0, 1.0)}, "rope_factors = [8.0, 1.0]", "one number, or four"),
     ({"rope_factors": (0.0,)}, "rope_factors", "positive"),
     ({"rope_factors": (8.0, 1.0, math.inf, 64.0)}, "rope_factors", "positive"),
     ({"rope_factors": (8.0, 4.0, 4.0, 64.0)}, "rope_factors", "the second, below the high one"),
-    ({"norm_eps": -1e-6}, "norm_eps", "positive"),
-    ({"norm_eps": math.nan}, "norm_eps", "positive"),
+    ({"norm_eps": -1e-6}, "norm_eps", "greater than 0"),
+    ({"norm_eps": math.nan}, "norm_eps", "greater than 0"),
     ({"routing.every": 0}, "routing.every", "at least 1"),
     ({"routing.first_dense": -1}, "routing.first_dense", "0 or more"),
     ({"routing.first_tokens": -1}, "routing.first_tokens", "0 or more"),

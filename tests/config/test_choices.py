@@ -1,0 +1,52 @@
+"""The tables of names: complete, told in `--help`, and the only ones that fields take."""
+
+import pytest
+
+from depthmix.config import fields, load_preset
+from depthmix.config.choices import (
+    CAUSAL_SELECTORS,
+    EXPERT_STRATEGIES,
+    GATES,
+    SELECTORS,
+    STRATEGIES,
+)
+from depthmix.config.model import ModelConfig
+
+TABLES = {
+    "routing.strategy": list(STRATEGIES),
+    "routing.gate": list(GATES),
+    "experts.strategy": list(EXPERT_STRATEGIES),
+}
+
+
+@pytest.mark.parametrize("field", TABLES)
+def test_fields_take_the_names_of_their_table(field: str) -> None:
+    told = fields.document_fields(ModelConfig)[field]
+    for name in TABLES[field]:
+        section, _, bare = field.partition(".")
+        config = load_preset("tiny", **{field: name})
+        assert getattr(getattr(config, section), bare) == name
+        assert f" {name}: " in told
+    names = ", ".join(f"'{name}'" for name in TABLES[field])
+    with pytest.raises(
+        ValueError, match=f"{field} = 'other' does not fit: it must be one of {names}"
+    ):
+        load_preset("tiny", **{field: "other"})
+
+
+def test_every_strategy_that_routes_has_its_words() -> None:
+    routed = [strategy for name, strategy in STRATEGIES.items() if name != "none"]
+    for words in ("meaning", "label", "kind"):
+        assert len({getattr(strategy, words) for strategy in routed} - {""}) == len(routed)
+
+
+def test_a_strategy_says_one_thing_about_a_causal_head() -> None:
+    # a head learns top-k, or the router needs none, or chance decides, or nothing is to decide
+    for name, strategy in STRATEGIES.items():
+        told = strategy.has_target + strategy.trains_router + strategy.is_random
+        assert told == (name != "none"), name
+        assert strategy.has_target or not strategy.asks_head, name
+
+
+def test_causal_selectors_are_selectors() -> None:
+    assert set(CAUSAL_SELECTORS) == set(SELECTORS) - {"topk"}
