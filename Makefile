@@ -18,7 +18,7 @@ COVERAGE_GATE := src/depthmix/nn/*,src/depthmix/config/*,src/depthmix/flops.py,s
 COVERAGE_GATE := $(COVERAGE_GATE),src/depthmix/kernels/reference.py
 # the tests that are held to it: measuring coverage makes a test take nearly twice as long
 CORE_TESTS := tests/nn tests/kernels tests/config tests/train/test_loss.py tests/train/test_step.py \
-	tests/infer/test_runner.py tests/test_budget.py tests/test_flops.py
+	tests/infer/paths/test_plain.py tests/test_budget.py tests/test_flops.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo reproduce-smoke test check format test-hf test-gpu coverage clean

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from decode_models import ROUTING, SHAPES, make_config
 
-from depthmix.infer.layout import stack_weights
+from depthmix.infer.paths.layout import stack_weights
 from depthmix.kernels import paged_triton
 from depthmix.kernels.decode.plan import Rules, StepTuning
 from depthmix.kernels.decode.stages import arrive, wait

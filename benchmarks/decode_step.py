@@ -13,7 +13,7 @@ from depthmix.kernels import HAS_TRITON
 from depthmix.nn import Transformer
 
 if HAS_TRITON:
-    from depthmix.infer.fused import FusedRunner
+    from depthmix.infer.paths.fused import FusedRunner
 
 LAP_TOKENS = 256
 

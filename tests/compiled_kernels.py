@@ -19,8 +19,15 @@ from triton.runtime.jit import JITFunction
 
 from depthmix.config import load_preset
 from depthmix.infer.engine import count_pages
-from depthmix.infer.fused import CHUNKS, FusedRunner, Shape, Step, choose_chunks, choose_size
 from depthmix.infer.pages import Pages
+from depthmix.infer.paths.fused import (
+    CHUNKS,
+    FusedRunner,
+    Step,
+    StepShape,
+    choose_chunks,
+    choose_size,
+)
 from depthmix.kernels import compiling
 from depthmix.kernels.compiling import compile_ahead
 from depthmix.kernels.decode import places
@@ -74,14 +81,14 @@ class Launches:
         self.found.setdefault((kernel.__name__, json.dumps(told)), told)
 
 
-def list_shapes(runner: FusedRunner) -> Iterator[Shape]:
+def list_shapes(runner: FusedRunner) -> Iterator[StepShape]:
     """Every shape that a step can have."""
     sizes = sorted({choose_size(n) for n in range(1, runner.most_tokens + 1)})
     counts = [n for n in CHUNKS if n <= choose_chunks(runner.pages.num_rows)]
     for size in sizes:
         for num_chunks in counts[1:]:
-            yield from (Shape(size, num_alone, num_chunks) for num_alone in counts)
-    yield from (Shape(1 << n, 1 << n, 0) for n in range(runner.pages.num_rows.bit_length()))
+            yield from (StepShape(size, num_alone, num_chunks) for num_alone in counts)
+    yield from (StepShape(1 << n, 1 << n, 0) for n in range(runner.pages.num_rows.bit_length()))
 
 
 @torch.no_grad()

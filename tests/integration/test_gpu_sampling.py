@@ -15,8 +15,8 @@ import torch
 
 from depthmix.config import load_preset
 from depthmix.infer import Engine, SamplingParams
+from depthmix.infer.paths.plain import find_shape_obstacle
 from depthmix.infer.results import Result, Sample
-from depthmix.infer.runner import find_shape_obstacle
 from depthmix.nn import Transformer
 from variants import causal_cases, make_config, make_model, make_tokens
 
@@ -90,7 +90,7 @@ def check(name: str, selector: str | None, *, max_batch: int, **overrides: Any) 
 
 @pytest.mark.parametrize(("name", "selector"), causal_cases())
 def test_steps_equal_the_forward_pass(name: str, selector: str | None) -> None:
-    from depthmix.infer.fused import FusedRunner
+    from depthmix.infer.paths.fused import FusedRunner
 
     engine = check(name, selector, max_batch=4)
     knows_it = find_shape_obstacle(engine.config, torch.float32) is None

@@ -70,13 +70,13 @@ def test_tokens_are_those_of_the_noise(model: Transformer, seed: int, way: dict[
 @pytest.mark.slow
 def test_tokens_that_a_device_draws_ahead_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """There nobody tells the index of a token: it is counted on the device, from step to step."""
-    fused = pytest.importorskip("depthmix.infer.fused")
+    fused = pytest.importorskip("depthmix.infer.paths.fused")
 
     def make(model: Transformer, pages: Any, selector: str | None, **options: Any) -> Any:
         return fused.FusedRunner(model, pages, selector, options["max_step_tokens"])
 
     monkeypatch.setattr(engine_module, "make_runner", make)
-    # of the sizes that tests/infer/test_fused.py checks against the forward pass
+    # of the sizes that tests/infer/paths/test_fused.py checks against the forward pass
     model = make_even_model("mod", width=64, num_heads=2, num_kv_heads=1, tied_head=False)
     engine = Engine(model, max_batch=2, page_size=4, chunk_tokens=8, invariant=False)
     lengths = (5, 3, 4)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from depthmix.infer import Engine, Event, Sample, SamplingParams
 from depthmix.infer.pages import Stored
-from depthmix.infer.runner import Done, Runner
+from depthmix.infer.paths.plain import Done, Runner
 from depthmix.infer.scheduler import Chunk
 from depthmix.infer.steps import Work
 from depthmix.nn import Cache, Output, Transformer

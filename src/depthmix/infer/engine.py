@@ -17,8 +17,8 @@ import torch
 from depthmix.config import ModelConfig
 from depthmix.infer.depth import DepthMeter
 from depthmix.infer.pages import Pages
+from depthmix.infer.paths.plain import Runner, find_obstacle
 from depthmix.infer.results import Event, Finish, Result, Sample, Stats
-from depthmix.infer.runner import Runner, find_obstacle
 from depthmix.infer.sampling import SamplingParams
 from depthmix.infer.scheduler import Chunk, Scheduler
 from depthmix.infer.steps import Flight, Outcome, Report, StepRunner, Work
@@ -400,7 +400,7 @@ def make_runner(
 ) -> StepRunner:
     """The fastest runner that there is for this model and device."""
     if record and find_obstacle(model) is None:
-        from depthmix.infer.fused import FusedRunner
+        from depthmix.infer.paths.fused import FusedRunner
 
         return FusedRunner(model, pages, selector, max_step_tokens, apart=apart)
     return Runner(model, pages, selector, record=record, apart=apart)

@@ -12,7 +12,7 @@ from depthmix.infer.pages import Pages
 from depthmix.nn import Transformer
 from variants import make_config, make_model
 
-layout = pytest.importorskip("depthmix.infer.layout")
+layout = pytest.importorskip("depthmix.infer.paths.layout")
 blocks_module = pytest.importorskip("depthmix.kernels.decode.blocks")
 
 pytestmark = pytest.mark.slow

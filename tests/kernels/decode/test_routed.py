@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from depthmix.infer.cache import PagedCache
-from depthmix.infer.decode import StaticLayer
 from depthmix.infer.pages import Pages
+from depthmix.infer.paths.decode import StaticLayer
 from depthmix.nn import MixtureOfDepths, Transformer
 from depthmix.nn.attention import Place
 from depthmix.nn.layers import look_up_phases
 from depthmix.nn.routing import Routing
 from variants import make_config, make_model
 
-layout = pytest.importorskip("depthmix.infer.layout")
+layout = pytest.importorskip("depthmix.infer.paths.layout")
 blocks_module = pytest.importorskip("depthmix.kernels.decode.blocks")
 routed = pytest.importorskip("depthmix.kernels.decode.routed")
 

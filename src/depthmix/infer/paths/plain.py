@@ -15,10 +15,10 @@ from torch import Tensor
 
 from depthmix.config import ModelConfig, fields
 from depthmix.infer.cache import LayerUse, PagedCache, Span, StepCache, add_uses
-from depthmix.infer.decode import RecordedStep
 from depthmix.infer.depth import Usage
-from depthmix.infer.draw import TorchDrawer
 from depthmix.infer.pages import Pages
+from depthmix.infer.paths.decode import RecordedStep
+from depthmix.infer.paths.draw import TorchDrawer
 from depthmix.infer.sampling import SamplingParams, Wish, top_logprobs
 from depthmix.infer.steps import Outcome, Ready, Report, Work
 from depthmix.kernels import HAS_TRITON

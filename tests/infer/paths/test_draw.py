@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthmix.infer.draw import TorchDrawer
+from depthmix.infer.paths.draw import TorchDrawer
 from depthmix.infer.sampling import SamplingParams, pack_settings, sample, unpack_settings
 
 VOCABULARY = 23

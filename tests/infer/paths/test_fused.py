@@ -11,12 +11,12 @@ import torch
 
 from depthmix.infer import Engine, SamplingParams
 from depthmix.infer import engine as engine_module
+from depthmix.infer.paths.plain import Runner, find_shape_obstacle
 from depthmix.infer.results import Sample
-from depthmix.infer.runner import Runner, find_shape_obstacle
 from depthmix.nn import Transformer
 from variants import causal_cases, make_config, make_model, make_tokens
 
-fused = pytest.importorskip("depthmix.infer.fused")
+fused = pytest.importorskip("depthmix.infer.paths.fused")
 places = pytest.importorskip("depthmix.kernels.decode.places")
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from torch import Tensor
 from depthmix.config import ModelConfig, fields
 from depthmix.infer.depth import Usage
 from depthmix.infer.pages import Pages
-from depthmix.infer.runner import KNOWN_FIELDS, Done, Runner, Work, find_shape_obstacle
+from depthmix.infer.paths.plain import KNOWN_FIELDS, Done, Runner, Work, find_shape_obstacle
 from depthmix.infer.scheduler import Chunk
 from depthmix.nn import Output, Transformer
 from variants import causal_cases, make_config, make_model, make_tokens

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from depthmix.infer.cache import PagedCache
-from depthmix.infer.decode import Outputs, RecordedStep
 from depthmix.infer.pages import Pages
+from depthmix.infer.paths.decode import Outputs, RecordedStep
 from depthmix.nn import Output, Transformer
 from variants import make_model, make_tokens
 

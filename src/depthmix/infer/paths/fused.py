@@ -19,8 +19,8 @@ from torch import Tensor
 from depthmix.config import ModelConfig
 from depthmix.infer.cache import PagedCache
 from depthmix.infer.depth import Usage
-from depthmix.infer.layout import find_stacks, make_rules
 from depthmix.infer.pages import Pages, find_rows
+from depthmix.infer.paths.layout import find_stacks, make_rules
 from depthmix.infer.sampling import SamplingParams, Wish, pack_settings, top_logprobs
 from depthmix.infer.steps import Flight, Outcome, Ready, Report, Work
 from depthmix.kernels.compiling import compile_ahead
@@ -40,7 +40,7 @@ CHUNKS = (0, 4, 16, 64, 256)
 MOST_WAYS = 1 << 16
 
 
-class Shape(NamedTuple):
+class StepShape(NamedTuple):
     """What a step has room for."""
 
     num_tokens: int
@@ -68,7 +68,7 @@ class Stage(NamedTuple):
 class Step:
     """One shape of step: its inputs and outputs, on the device and staged on the host."""
 
-    def __init__(self, shape: Shape, num_routes: int, device: torch.device) -> None:
+    def __init__(self, shape: StepShape, num_routes: int, device: torch.device) -> None:
         self.shape, on_gpu = shape, device.type == "cuda"
         # every chunk may ask for a token
         num_tokens, num_chunks = shape.num_tokens, shape.num_sampled
@@ -181,7 +181,7 @@ class FusedRunner:
         self.single = self._make_single()
         self.routed_layers = np.array(config.routed_layers, dtype=np.int64)
         self.num_dense = config.num_layers - len(config.routed_layers)
-        self.steps: dict[Shape, Step] = {}
+        self.steps: dict[StepShape, Step] = {}
         self.ways = Ways()
         # what a step leaves is in buffers of its own, so that graphs can share the rest
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
@@ -239,19 +239,19 @@ class FusedRunner:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    def list_shapes(self) -> list[Shape]:
+    def list_shapes(self) -> list[StepShape]:
         """The shapes that most steps have: tokens alone, and prompts with and without them.
 
         Together they use every kernel that a step of any shape uses.
         """
         most_rows = self.pages.num_rows
         alone = [choose_alone(n) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)]
-        shapes = [Shape(n, n, 0) for n in alone if n <= choose_alone(most_rows)]
+        shapes = [StepShape(n, n, 0) for n in alone if n <= choose_alone(most_rows)]
         few, many = choose_chunks(1), choose_chunks(most_rows)
         sizes = sorted({choose_size(1 << n) for n in range(1, 20) if 1 << n < self.most_tokens})
-        shapes += [Shape(size, 0, few) for size in (*sizes, self.most_tokens)]
-        shapes += [Shape(self.most_tokens, many, chunks) for chunks in (few, many)]
-        return [*shapes, Shape(choose_size(min(self.most_tokens, 2 * most_rows)), 0, many)]
+        shapes += [StepShape(size, 0, few) for size in (*sizes, self.most_tokens)]
+        shapes += [StepShape(self.most_tokens, many, chunks) for chunks in (few, many)]
+        return [*shapes, StepShape(choose_size(min(self.most_tokens, 2 * most_rows)), 0, many)]
 
     def launch(self, works: Sequence[Work]) -> Flight:
         """Start a step with these chunks; nothing of it is waited for."""
@@ -292,16 +292,18 @@ class FusedRunner:
             event.record()
         return FusedFlight(self, ordered, order, begins, stage, tops, event)
 
-    def _choose_shape(self, works: Sequence[Work]) -> Shape:
+    def _choose_shape(self, works: Sequence[Work]) -> StepShape:
         num_alone = sum(work.chunk.count == 1 for work in works)
         num_chunks = len(works) - num_alone
         if not num_chunks:
             size = choose_alone(num_alone)
-            return Shape(size, size, 0)
+            return StepShape(size, size, 0)
         num_tokens = sum(work.chunk.count for work in works)
-        return Shape(choose_size(num_tokens), choose_chunks(num_alone), choose_chunks(num_chunks))
+        return StepShape(
+            choose_size(num_tokens), choose_chunks(num_alone), choose_chunks(num_chunks)
+        )
 
-    def _find_step(self, shape: Shape) -> Step:
+    def _find_step(self, shape: StepShape) -> Step:
         step = self.steps.get(shape)
         if step is None:
             step = self.steps[shape] = Step(shape, len(self.config.routed_layers), self.device)
@@ -483,7 +485,7 @@ def put_alone_first(works: Sequence[Work]) -> tuple[list[Work], list[int] | None
     return [works[number] for number in order], order
 
 
-def _fill(shape: Shape, parts: Sequence[np.ndarray], works: Sequence[Work]) -> list[int]:
+def _fill(shape: StepShape, parts: Sequence[np.ndarray], works: Sequence[Work]) -> list[int]:
     """Write a step's inputs; returns where each chunk's tokens begin."""
     given, rows, positions, chunks, begin, chunk_row, count, sampled, num_sampled, to = parts
     _, row_of, starts, counts, _ = zip(*[work.chunk for work in works], strict=True)

@@ -12,7 +12,7 @@ from depthmix.infer.pages import Pages
 from depthmix.nn import Transformer
 from variants import make_config, make_model, make_tokens
 
-layout = pytest.importorskip("depthmix.infer.layout")
+layout = pytest.importorskip("depthmix.infer.paths.layout")
 decode = pytest.importorskip("depthmix.kernels.decode.step")
 plan = pytest.importorskip("depthmix.kernels.decode.plan")
 
