@@ -292,7 +292,7 @@ def test_the_meter_waits_only_when_it_is_read() -> None:
         for step in range(1, 7):
             # a replayed step writes its numbers into the same memory each time
             total.add_(1)
-            meter.add(StepLoss(total, total, RoutingLoss(zero)))
+            meter.add(StepLoss(total, RoutingLoss(zero)))
             torch.cuda._sleep(1_000_000)
             with meter.pause():
                 torch.cuda._sleep(50_000_000)

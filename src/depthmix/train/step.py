@@ -21,15 +21,20 @@ from depthmix.train.loss import RoutingLoss, routing_loss, token_loss
 
 
 class StepLoss(NamedTuple):
-    """What a step returns: the loss that was minimised, and what it is the sum of."""
+    """What a step returns: the loss that was minimised, and what routing added to it."""
 
     total: Float[Tensor, ""]
-    language_model: Float[Tensor, ""]
     routing: RoutingLoss
     grad_norm: Float[Tensor, ""] | None = None
     """Norm of the gradient before it was clipped; None without clipping."""
     distilled: Float[Tensor, ""] | None = None
     """What a teacher added to it; None without one."""
+
+    @property
+    def language_model(self) -> Float[Tensor, ""]:
+        """The language model's part."""
+        rest = self.total.detach() - self.routing.loss.detach()
+        return rest if self.distilled is None else rest - self.distilled
 
 
 def compute_loss(
@@ -45,14 +50,14 @@ def compute_loss(
     routing = routing_loss(model.config, hidden.routings, hidden.expert_routings)
     routed = len(hidden.routings) + len(hidden.expert_routings) > 0
     total = language_model + routing.loss if routed else language_model
-    # only the total has a gradient: others would be computed, of zeros, at every step
-    parts = (language_model.detach(), RoutingLoss(routing.loss.detach(), *routing[1:]))
+    # only the total has a gradient: a second one would be computed, of zeros, at every step
+    detached = RoutingLoss(routing.loss.detach(), *routing[1:])
     if distillation is None:
-        return StepLoss(total, *parts)
+        return StepLoss(total, detached)
     distilled = distillation.compute_loss(
         hidden.hidden, model.head.weight, tokens, targets, document_ids
     )
-    return StepLoss(total + distilled, *parts, distilled=distilled.detach())
+    return StepLoss(total + distilled, detached, distilled=distilled.detach())
 
 
 class Root(nn.Module):
