@@ -12,7 +12,7 @@ from depthmix.infer.results import Alternative, Sample, Stats
 from depthmix.infer.text import TextStream
 from depthmix.shades import (
     DepthText,
-    Piece,
+    ShadedText,
     Shader,
     choose_palette,
     hide_controls,
@@ -29,7 +29,7 @@ def decode(tokens: list[int]) -> str:
     return bytes(tokens).decode(errors="replace")
 
 
-def take_depths(pieces: list[Piece]) -> list[tuple[str, int | None]]:
+def take_depths(pieces: list[ShadedText]) -> list[tuple[str, int | None]]:
     return [(char, piece.depth) for piece in pieces for char in piece.text]
 
 
@@ -75,9 +75,9 @@ def test_text_waits_for_its_depth() -> None:
     joined.add_text("a")
     assert joined.take() == []
     joined.add_token(ord("a"), (True, False))
-    assert joined.take() == [Piece("a", 1)]
+    assert joined.take() == [ShadedText("a", 1)]
     joined.add_text("b")
-    assert joined.finish() == [Piece("b", None)]
+    assert joined.finish() == [ShadedText("b", None)]
     assert joined.finish() == []
 
 
@@ -87,21 +87,21 @@ def test_depth_waits_for_its_text() -> None:
     joined.add_text("a")
     assert joined.take() == []
     # cut inside the token by a stop string
-    assert joined.finish() == [Piece("a", 1)]
+    assert joined.finish() == [ShadedText("a", 1)]
 
 
 def test_brackets_name_the_depth() -> None:
     shader = Shader(4, None)
-    shown = [Piece("def", 0), Piece(" f", 3), Piece("()", 1), Piece(":", None)]
+    shown = [ShadedText("def", 0), ShadedText(" f", 3), ShadedText("()", 1), ShadedText(":", None)]
     assert "".join(map(shader.paint, shown)) == "def[ f]3[()]1:"
-    assert shader.paint(Piece("\n  ", 2)) == "[↵\n  ]2"
+    assert shader.paint(ShadedText("\n  ", 2)) == "[↵\n  ]2"
     assert "4 routed blocks" in shader.explain()
 
 
 @pytest.mark.parametrize("palette", ["rgb", "256"])
 def test_colours_go_from_light_to_strong(palette: str) -> None:
     shader = Shader(5, palette)  # pyrefly: ignore[bad-argument-type]
-    painted = [shader.paint(Piece("x", depth)) for depth in range(6)]
+    painted = [shader.paint(ShadedText("x", depth)) for depth in range(6)]
     assert len(set(painted)) == 6
     assert all(re.fullmatch(r"\x1b\[48[0-9;]+mx\x1b\[0m", text) for text in painted)
     # dark letters on light, light letters on dark
@@ -110,14 +110,14 @@ def test_colours_go_from_light_to_strong(palette: str) -> None:
     )
     assert light in painted[0]
     assert dark in painted[-1]
-    assert shader.paint(Piece("x", None)) == "x"
+    assert shader.paint(ShadedText("x", None)) == "x"
     if palette == "rgb":
         reds = [int(text.split(";")[2]) for text in painted]
         assert reds == sorted(reds, reverse=True)
 
 
 def test_no_background_crosses_the_end_of_a_line() -> None:
-    painted = Shader(1, "256").paint(Piece("a\n\nb", 1))
+    painted = Shader(1, "256").paint(ShadedText("a\n\nb", 1))
     for line in painted.split("\n"):
         assert line.count("\x1b[48") == line.count("\x1b[0m") == 1
     assert re.sub(r"\x1b\[[0-9;]*m", "", painted) == "a↵\n↵\nb"
@@ -162,7 +162,7 @@ def test_the_environment_chooses_the_palette(
 def test_no_command_reaches_a_terminal() -> None:
     hidden = hide_controls("a\x1b[2J\x07\x9b\x7f\r\n\tb")
     assert hidden == "a␛[2J␇\ufffd␡␍\n\tb"
-    assert Shader(1, None).paint(Piece("\x1b", 0)) == "␛"
+    assert Shader(1, None).paint(ShadedText("\x1b", 0)) == "␛"
 
 
 DEPTH = Depth(((True, False), (False, False)), 60, 100, 5, 8)

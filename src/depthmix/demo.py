@@ -30,7 +30,7 @@ from depthmix.report.view import write_page
 from depthmix.rundir import RunDir, name_run
 from depthmix.sampler import start_sampler
 from depthmix.show import Show
-from depthmix.train.launch import Plan, launch
+from depthmix.train.launch import Launch, launch
 from depthmix.units import format_power
 
 FLOPS = 1e13
@@ -98,7 +98,7 @@ def run_demo(
     trained = []
     for name, run in runs.items():
         place = folder / name.removeprefix(f"{size}-")
-        plan = Plan(run=run, name=name, data=data, out=place, device=device)
+        plan = Launch(run=run, name=name, data=data, out=place, device=device)
         outcome, where = launch(plan, console)
         if outcome.state != "finished":
             return None

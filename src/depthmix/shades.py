@@ -42,7 +42,7 @@ class Screen(Protocol):
         ...
 
 
-class Piece(NamedTuple):
+class ShadedText(NamedTuple):
     """Text of one token, or of a few that only together are text."""
 
     text: str
@@ -59,7 +59,7 @@ class DepthText:
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._stream = TextStream(decode)
         self._deepest = 0
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[ShadedText] = deque()
         self._certain = ""
 
     def add_text(self, text: str) -> None:
@@ -71,10 +71,10 @@ class DepthText:
         self._deepest = max(self._deepest, sum(path))
         text = self._stream.add(token)
         if text:
-            self._pieces.append(Piece(text, self._deepest))
+            self._pieces.append(ShadedText(text, self._deepest))
             self._deepest = 0
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[ShadedText]:
         """What can be shown now."""
         shown = []
         while self._pieces and len(self._pieces[0].text) <= len(self._certain):
@@ -82,14 +82,14 @@ class DepthText:
             self._certain = self._certain[len(shown[-1].text) :]
         return shown
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ShadedText]:
         """The rest of the text, which includes what was never computed."""
         shown = self.take()
         if self._pieces and self._certain:
             # a stop string was cut out of the middle of a token
-            shown.append(Piece(self._certain, self._pieces[0].depth))
+            shown.append(ShadedText(self._certain, self._pieces[0].depth))
         elif self._certain:
-            shown.append(Piece(self._certain, None))
+            shown.append(ShadedText(self._certain, None))
         self._certain = ""
         self._pieces.clear()
         return shown
@@ -100,7 +100,7 @@ def shade_tokens(
     tokens: Sequence[int],
     paths: Sequence[Sequence[bool]],
     text: str,
-) -> list[Piece]:
+) -> list[ShadedText]:
     """A whole text in pieces; the last tokens may have no path."""
     joined = DepthText(decode)
     joined.add_text(text)
@@ -115,7 +115,7 @@ class Shader:
     def __init__(self, num_blocks: int, palette: Literal["rgb", "256"] | None) -> None:
         self.num_blocks, self.palette = num_blocks, palette
 
-    def paint(self, piece: Piece) -> str:
+    def paint(self, piece: ShadedText) -> str:
         """The piece's text as it goes to the terminal."""
         text, depth = hide_controls(piece.text), piece.depth
         if depth is None or (self.palette is None and depth == 0):
@@ -138,7 +138,7 @@ class Shader:
         # at most nine steps, the first and the last among them
         count = min(self.num_blocks, 8)
         steps = sorted({round(i * self.num_blocks / count) for i in range(count + 1)})
-        shown = "".join(self.paint(Piece(f" {depth} ", depth)) for depth in steps)
+        shown = "".join(self.paint(ShadedText(f" {depth} ", depth)) for depth in steps)
         return f"routed blocks used: {shown} of {self.num_blocks}"
 
 

@@ -13,8 +13,8 @@ from depthmix.shades import (
     BOLD,
     RESET,
     DepthText,
-    Piece,
     Screen,
+    ShadedText,
     Shader,
     choose_palette,
     hide_controls,
@@ -171,7 +171,7 @@ class Show:
         pieces = shade_tokens(vocabulary.decode, tokens[num_added:], paths[num_added:], text)
         self._print_pieces(pieces)
 
-    def _print_pieces(self, pieces: Sequence[Piece]) -> None:
+    def _print_pieces(self, pieces: Sequence[ShadedText]) -> None:
         if self.shader is not None:
             self._write("".join(map(self.shader.paint, pieces)))
 

@@ -128,7 +128,7 @@ def test_how_to_go_on(
     fake.order({"2e8/mod/w16-l2-s0": ["wait"]})
     measure = execute.Executor._measure
 
-    def interrupt(executor: execute.Executor) -> execute.Progress:
+    def interrupt(executor: execute.Executor) -> execute.SweepProgress:
         if (fake.out / "2e8/mod/w16-l2-s0/metrics.jsonl").exists() and not executor.signals:
             os.kill(os.getpid(), number)
         return measure(executor)

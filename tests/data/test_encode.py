@@ -7,7 +7,7 @@ import pytest
 
 from depthmix.data import encode as encode_module
 from depthmix.data.encode import Encoder, pack_pieces
-from depthmix.data.pieces import Piece, Place
+from depthmix.data.pieces import Piece, ReadingPlace
 from depthmix.data.tokenizer import END_OF_TEXT, measure_tokens, train_tokenizer
 
 TEXTS = [f"{'é' * (i % 7)} document number {i}\n" * (1 + i % 5) for i in range(60)]
@@ -15,7 +15,7 @@ TOKENIZER = train_tokenizer(TEXTS, 300, parallel=False)
 
 
 def piece(content: str | np.ndarray) -> Piece:
-    return Piece(content, "train", True, Place(0, 1), 0)
+    return Piece(content, "train", True, ReadingPlace(0, 1), 0)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 5])

@@ -16,7 +16,7 @@ from depthmix.config import RunConfig, load_preset
 from depthmix.data.shards import Corpus
 from depthmix.models import open_model
 from depthmix.rundir import RunDir
-from depthmix.train.launch import Plan, launch
+from depthmix.train.launch import Launch, launch
 from depthmix.train.loop import Trainer
 from depthmix.train.lora import PART, list_adapters
 from depthmix.world import World
@@ -50,18 +50,18 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
     fields = {**FIELDS, "routing.strategy": "none", "train.steps": 4, "train.tensorboard": False}
     run = RunConfig.from_overrides(load_preset("tiny"), {**fields, "num_layers": 4})
-    plan = Plan(run=run, data=write_data(folder / "data"), out=folder / "dense", device="cpu")
+    plan = Launch(run=run, data=write_data(folder / "data"), out=folder / "dense", device="cpu")
     launch(plan, QUIET)
     return folder / "dense"
 
 
-def plan_run(dense: Path, out: Path, **changes: Any) -> Plan:
+def plan_run(dense: Path, out: Path, **changes: Any) -> Launch:
     source = open_model(dense)
     routing = {"routing.strategy": "expert_choice", "routing.gate": "tanh1"}
     model = source.config.override({**routing, "routing.capacity": 0.25})
     run = make_run(model, **{"train.teacher": str(dense), **changes})
     data = dense.with_name("data")
-    return Plan(run=run, data=data, out=out, device="cpu", start=source)
+    return Launch(run=run, data=data, out=out, device="cpu", start=source)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_a_stop_changes_nothing(
         stop_at_step(patch, step)
         outcome, _ = launch(plan_run(dense, tmp_path / "run"), QUIET)
     assert (outcome.state, outcome.step) == ("interrupted", step)
-    launch(Plan(resume=tmp_path / "run", device="cpu"), QUIET)
+    launch(Launch(resume=tmp_path / "run", device="cpu"), QUIET)
     assert read_result(tmp_path / "run") == read_result(whole)
     assert_same(read_adapters(tmp_path / "run"), read_adapters(whole))
 
@@ -153,4 +153,4 @@ def test_another_rank_cannot_resume(whole: Path, tmp_path: Path) -> None:
     config = tmp_path / "run" / "config.toml"
     config.write_text(config.read_text().replace("lora_rank = 4", "lora_rank = 2"))
     with pytest.raises(ValueError, match=r"'layers.* resume with the configuration of the run"):
-        launch(Plan(resume=tmp_path / "run", device="cpu"), QUIET)
+        launch(Launch(resume=tmp_path / "run", device="cpu"), QUIET)

@@ -26,7 +26,7 @@ from depthmix.nn.block import Block
 from depthmix.nn.router import Router
 from depthmix.rundir import RunDir
 from depthmix.train import loop
-from depthmix.train.launch import Plan, launch
+from depthmix.train.launch import Launch, launch
 from depthmix.train.loop import Trainer
 from depthmix.train.parallel import compile_layers
 from depthmix.train.step import TrainStep
@@ -95,13 +95,13 @@ def write_corpus(folder: Path) -> Path:
 def train(root: Path, name: str, variant: str, **fields: Any) -> tuple[str, int]:
     """A run in `root / name`; returns how and where it ended."""
     run = RunConfig.from_overrides(make_config(variant), {**RECIPE, **fields})
-    plan = Plan(run=run, data=root / "data", out=root / name, device="cpu")
+    plan = Launch(run=run, data=root / "data", out=root / name, device="cpu")
     outcome, _ = launch(plan, Console(quiet=True))
     return outcome.state, outcome.step
 
 
 def resume(folder: Path) -> tuple[str, int]:
-    outcome, _ = launch(Plan(resume=folder, device="cpu"), Console(quiet=True))
+    outcome, _ = launch(Launch(resume=folder, device="cpu"), Console(quiet=True))
     return outcome.state, outcome.step
 
 

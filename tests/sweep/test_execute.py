@@ -13,7 +13,7 @@ import pytest
 from depthmix.config import RunConfig
 from depthmix.rundir import RunDir
 from depthmix.sweep import execute as execute_module
-from depthmix.sweep.execute import Executor, Progress, Summary
+from depthmix.sweep.execute import Executor, Summary, SweepProgress
 from depthmix.sweep.folders import LOG, PLANNED, look_at_runs
 from depthmix.sweep.plan import PlannedRun, expand_plan
 from depthmix.sweep.plan_file import read_plan
@@ -23,7 +23,7 @@ from toy_sweeps import Fake
 def execute(
     fake: Fake,
     runs: list[PlannedRun],
-    report: Callable[[Progress], None] | None = None,
+    report: Callable[[SweepProgress], None] | None = None,
     **options: Any,
 ) -> Summary:
     standings = look_at_runs(runs, fake.out)
@@ -32,7 +32,7 @@ def execute(
 
 
 def test_all_runs_are_trained_and_then_kept(fake: Fake, runs: list[PlannedRun]) -> None:
-    seen: list[Progress] = []
+    seen: list[SweepProgress] = []
     summary = execute(fake, runs, seen.append, data=Path("d"), device="cpu")
     assert summary == (tuple(run.name for run in runs), {}, None)
     calls = fake.read_calls()
@@ -54,7 +54,7 @@ def test_all_runs_are_trained_and_then_kept(fake: Fake, runs: list[PlannedRun]) 
 
 def test_so_many_at_once(fake: Fake, tree: dict[str, Any]) -> None:
     runs = expand_plan(read_plan({**tree, "seeds": 2}))
-    seen: list[Progress] = []
+    seen: list[SweepProgress] = []
     summary = execute(fake, runs, seen.append, num_jobs=3)
     assert len(summary.finished) == len(runs) == 8
     assert max(len(progress.running) for progress in seen) == 3
@@ -107,11 +107,11 @@ def test_a_folder_that_was_killed_while_it_was_made_is_started_anew(
     assert fake.read_calls()[0][1][0] == "--config"
 
 
-def interrupt(fake: Fake, *numbers: int) -> Callable[[Progress], None]:
+def interrupt(fake: Fake, *numbers: int) -> Callable[[SweepProgress], None]:
     """Sends signals to this process, one for each report once a run waits."""
     left = list(numbers)
 
-    def report(progress: Progress) -> None:
+    def report(progress: SweepProgress) -> None:
         if left and (fake.root / "waiting").exists():
             os.kill(os.getpid(), left.pop(0))
 
@@ -161,7 +161,7 @@ def test_an_error_of_the_sweep_leaves_nothing_behind(
     monkeypatch.setattr(execute_module, "GRACE_SECONDS", 0.5 if order == "ignore" else 60)
     fake.order({runs[0].folder: [order]})
 
-    def fail(progress: Progress) -> None:
+    def fail(progress: SweepProgress) -> None:
         if (fake.root / "waiting").exists():
             raise BrokenPipeError
 

@@ -18,7 +18,7 @@ from depthmix.models import open_model
 from depthmix.nn import MixtureOfDepths, Transformer
 from depthmix.rundir import RunDir
 from depthmix.train.anneal import Annealer
-from depthmix.train.launch import Plan, launch
+from depthmix.train.launch import Launch, launch
 from depthmix.train.meter import Meter
 from depthmix.train.step import TrainStep
 from depthmix.world import World
@@ -137,7 +137,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run whose data is beside it."""
     folder = tmp_path_factory.mktemp("anneal")
     data = write_data(folder / "data")
-    plan = Plan(run=make_run(), data=data, out=folder / "run", device="cpu")
+    plan = Launch(run=make_run(), data=data, out=folder / "run", device="cpu")
     launch(plan, Console(quiet=True))
     return folder / "run"
 
@@ -169,10 +169,10 @@ def test_a_stop_does_not_change_the_stages(
 ) -> None:
     with monkeypatch.context() as patch:
         stop_at_step(patch, step)
-        plan = Plan(run=make_run(), data=whole.with_name("data"), out=tmp_path / "run")
+        plan = Launch(run=make_run(), data=whole.with_name("data"), out=tmp_path / "run")
         outcome, _ = launch(plan._replace(device="cpu"), Console(quiet=True))
     assert (outcome.state, outcome.step) == ("interrupted", step)
-    launch(Plan(resume=tmp_path / "run", device="cpu"), Console(quiet=True))
+    launch(Launch(resume=tmp_path / "run", device="cpu"), Console(quiet=True))
     assert read_result(tmp_path / "run") == read_result(whole)
     for number, path in disk.list_checkpoints(whole / "checkpoints").items():
         there = tmp_path / "run" / "checkpoints" / disk.name_checkpoint(number)

@@ -16,7 +16,7 @@ from depthmix.nn import Transformer
 from depthmix.rundir import RunDir
 from depthmix.train import distill
 from depthmix.train.distill import Distillation, mean_divergence, open_distillation
-from depthmix.train.launch import Plan, launch
+from depthmix.train.launch import Launch, launch
 from depthmix.train.loss import IGNORE
 from depthmix.train.step import TrainStep, compute_loss
 from tiny_runs import FIELDS, write_data
@@ -119,10 +119,10 @@ def test_a_run_learns_from_a_teacher_and_finds_it_again(
     dense = RunConfig.from_overrides(
         load_preset("tiny"), {**fixed, "routing.strategy": "none", "train.steps": 2}
     )
-    launch(Plan(run=dense, data=data, out=tmp_path / "teacher", device="cpu"), quiet)
+    launch(Launch(run=dense, data=data, out=tmp_path / "teacher", device="cpu"), quiet)
     fields = {**fixed, "train.teacher": str(tmp_path / "teacher")}
     run = RunConfig.from_overrides(load_preset("tiny"), fields)
-    plan = Plan(run=run, data=data, out=tmp_path / "run", device="cpu")
+    plan = Launch(run=run, data=data, out=tmp_path / "run", device="cpu")
     launch(plan, quiet)
     lines = RunDir.open(tmp_path / "run").read_metrics("train")
     assert all(line["distill_loss"] > 0 for line in lines)
@@ -138,7 +138,7 @@ def test_a_run_learns_from_a_teacher_and_finds_it_again(
     # the end is gone, as after a kill
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
     RunDir.open(tmp_path / "run").write_status("running", step=3, num_steps=6, loss=None)
-    launch(Plan(resume=tmp_path / "run", device="cpu"), quiet)
+    launch(Launch(resume=tmp_path / "run", device="cpu"), quiet)
     assert seen == [str(tmp_path / "teacher")]
     again = RunDir.open(tmp_path / "run").read_metrics("train")
     assert [line["distill_loss"] for line in again] == [line["distill_loss"] for line in lines]

@@ -20,8 +20,8 @@ from depthmix.checkpoint import folder as disk
 from depthmix.config import RunConfig, load_preset
 from depthmix.rundir import RunDir
 from depthmix.train import launch as launching
-from depthmix.train.launch import Plan, check_memory, launch
-from depthmix.train.loop import Outcome, Trainer
+from depthmix.train.launch import Launch, check_memory, launch
+from depthmix.train.loop import Ending, Trainer
 from depthmix.world import World
 from tiny_runs import FIELDS, flip_byte, read_result, read_tree, write_data
 
@@ -37,7 +37,7 @@ def half(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("half") / "run"
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, 6)
-        (outcome, _), _ = say(Plan(run=make_run(checkpoint_every=2), data=data, out=folder))
+        (outcome, _), _ = say(Launch(run=make_run(checkpoint_every=2), data=data, out=folder))
     assert (outcome.state, outcome.step) == ("interrupted", 6)
     assert list(disk.list_checkpoints(folder / "checkpoints")) == [4, 6]
     return folder
@@ -55,7 +55,7 @@ def make_run(**overrides: Any) -> RunConfig:
     return RunConfig.from_overrides(load_preset("tiny"), given)
 
 
-def say(plan: Plan) -> tuple[tuple[Outcome, RunDir], str]:
+def say(plan: Launch) -> tuple[tuple[Ending, RunDir], str]:
     """What a launch gives and prints."""
     printed = io.StringIO()
     console = Console(file=printed, width=80)
@@ -87,7 +87,7 @@ def fail_at(patch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:
 
 def test_a_run_from_start_to_end(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "run[b]"
-    (outcome, folder), printed = say(Plan(run=make_run(), data=data, out=out))
+    (outcome, folder), printed = say(Launch(run=make_run(), data=data, out=out))
     assert (outcome.state, folder.path) == ("finished", out)
     lines = printed.splitlines()
     assert lines[0].startswith("0.0 M parameters, 10 steps of 2 x 16 tokens, ")
@@ -114,12 +114,12 @@ def test_a_name_of_its_own(data: Path, tmp_path: Path, monkeypatch: pytest.Monke
         return next(names)
 
     monkeypatch.setattr(launching, "name_run", name_run)
-    (_, folder), _ = say(Plan(run=make_run(steps=1), name="tiny", data=data))
+    (_, folder), _ = say(Launch(run=make_run(steps=1), name="tiny", data=data))
     assert folder.path == free
     assert os.listdir(taken) == []
 
 
-def refuse(plan: Plan, told: str | None, error: type[BaseException] = ValueError) -> None:
+def refuse(plan: Launch, told: str | None, error: type[BaseException] = ValueError) -> None:
     with pytest.raises(error, match=told):
         say(plan)
 
@@ -129,7 +129,7 @@ def test_what_cannot_begin_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    fine = Plan(run=make_run(), data=data, out=Path("runs/a/b"))
+    fine = Launch(run=make_run(), data=data, out=Path("runs/a/b"))
     refuse(fine._replace(run=make_run(vocab_size=60)), r"ids up to 63, .* add vocab_size=64")
     refuse(fine._replace(run=make_run(steps=None, flops=1)), "less than one step")
     refuse(fine._replace(run=make_run(batch_size=10**10)), r"needs more than .* of memory")
@@ -154,7 +154,7 @@ def test_what_was_there_before_stays(data: Path, tmp_path: Path) -> None:
     before = read_tree(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         fail_at(patch, 1, MemoryError())
-        refuse(Plan(run=make_run(), data=data, out=tmp_path), None, MemoryError)
+        refuse(Launch(run=make_run(), data=data, out=tmp_path), None, MemoryError)
     assert read_tree(tmp_path) == before
     assert os.listdir(tmp_path) == ["notes"]
 
@@ -162,7 +162,7 @@ def test_what_was_there_before_stays(data: Path, tmp_path: Path) -> None:
 def test_folders_that_cannot_be_a_new_run(data: Path, tmp_path: Path, stopped: Path) -> None:
     (tmp_path / "file").write_text("mine")
     before = read_tree(tmp_path)
-    plan = Plan(run=make_run(), data=data)
+    plan = Launch(run=make_run(), data=data)
     refuse(plan._replace(out=tmp_path / "file"), "is a file: choose another --out")
     refuse(plan._replace(out=stopped), "already holds a run: go on with it by --resume")
     refuse(plan._replace(out=tmp_path / "file" / "run"), "Not a directory", OSError)
@@ -185,11 +185,11 @@ def test_a_failure_after_the_first_step_is_kept(
         fail_at(patch, 5, error)
         told = r"when that is mended, go on with: depthmix train --resume .*run"
         told = told if isinstance(error, OSError) else str(error)
-        refuse(Plan(run=make_run(), data=data, out=out), told, type(error))
+        refuse(Launch(run=make_run(), data=data, out=out), told, type(error))
     status = RunDir.open(out).read_json("status.json")
     assert (status["state"], status["reason"], status["step"]) == ("failed", reason, 4)
-    say(Plan(resume=out))
-    (_, folder), _ = say(Plan(run=make_run(), data=data, out=tmp_path / "whole"))
+    say(Launch(resume=out))
+    (_, folder), _ = say(Launch(run=make_run(), data=data, out=tmp_path / "whole"))
     assert read_result(out) == read_result(folder.path)
 
 
@@ -197,19 +197,19 @@ def test_a_second_ctrl_c_says_how_to_go_on(data: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fail_at(patch, 3, KeyboardInterrupt())
         told = "stopped at once; from the last checkpoint go on with: depthmix train --resume "
-        plan = Plan(run=make_run(), data=data, out=tmp_path / "my run")
+        plan = Launch(run=make_run(), data=data, out=tmp_path / "my run")
         refuse(plan, f"{told}'{tmp_path}/my run'", KeyboardInterrupt)
     assert RunDir.open(tmp_path / "my run").read_json("status.json")["state"] == "interrupted"
 
 
 def test_a_resumed_run_tells_its_starts(stopped: Path) -> None:
-    (outcome, folder), printed = say(Plan(resume=stopped))
+    (outcome, folder), printed = say(Launch(resume=stopped))
     assert outcome.state == "finished"
     assert "\nresuming at step 6\n" in printed
     starts = folder.read_json("provenance.json")["starts"]
     assert [start["step"] for start in starts] == [0, 6]
     before = read_tree(stopped)
-    (outcome, _), printed = say(Plan(resume=stopped))
+    (outcome, _), printed = say(Launch(resume=stopped))
     assert (outcome.state, outcome.step) == ("finished", 10)
     assert printed == f"{stopped} is finished, all its 10 steps: there is nothing left to do\n"
     assert read_tree(stopped) == before
@@ -225,7 +225,7 @@ def test_a_run_and_its_resume_keep_the_tokenizer(data: Path, tmp_path: Path) -> 
     )
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, 3)
-        say(Plan(run=make_run(), data=mine, out=out))
+        say(Launch(run=make_run(), data=mine, out=out))
     copy = out / "tokenizer.json"
     assert copy.read_text() == "{}"
     copy.unlink()
@@ -233,7 +233,7 @@ def test_a_run_and_its_resume_keep_the_tokenizer(data: Path, tmp_path: Path) -> 
     for name in ("tokenizer_hash", "end_token"):
         assert provenance["starts"][0]["data"].pop(name) is not None
     (out / "provenance.json").write_text(json.dumps(provenance))
-    assert say(Plan(resume=out))[0][0].state == "finished"
+    assert say(Launch(resume=out))[0][0].state == "finished"
     assert copy.read_text() == "{}"
     assert not list(out.glob("*.part"))
 
@@ -241,27 +241,27 @@ def test_a_run_and_its_resume_keep_the_tokenizer(data: Path, tmp_path: Path) -> 
 def test_damaged_files_of_a_run(half: Path, stopped: Path) -> None:
     # all that it says is found out again
     (stopped / "status.json").write_text("{")
-    assert say(Plan(resume=stopped))[0][0].state == "finished"
+    assert say(Launch(resume=stopped))[0][0].state == "finished"
     for text in ("", "[train]", "[model]\nwidth = 16", "[model"):
         (stopped / "config.toml").write_text(text)
-        refuse(Plan(resume=stopped), r"config\.toml' is damaged")
+        refuse(Launch(resume=stopped), r"config\.toml' is damaged")
     (stopped / "provenance.json").unlink()
-    refuse(Plan(resume=stopped), "was stopped before it began: remove it")
+    refuse(Launch(resume=stopped), "was stopped before it began: remove it")
 
 
 def test_without_a_checkpoint_it_begins_again(half: Path, stopped: Path) -> None:
     shutil.rmtree(stopped / "checkpoints")
-    (outcome, _), printed = say(Plan(resume=stopped))
+    (outcome, _), printed = say(Launch(resume=stopped))
     assert outcome.state == "finished"
     assert "there is no checkpoint yet: starting from the beginning\n" in printed
 
 
 def test_a_damaged_checkpoint_is_named_and_passed_over(half: Path, stopped: Path) -> None:
     whole = shutil.copytree(half, stopped.with_name("whole"))
-    say(Plan(resume=whole))
+    say(Launch(resume=whole))
     newest = stopped / "checkpoints" / disk.name_checkpoint(6)
     flip_byte(newest / "model.safetensors", 3000)
-    _, printed = say(Plan(resume=stopped))
+    _, printed = say(Launch(resume=stopped))
     assert f"{newest} is damaged: the content of model.safetensors has changed\n" in printed
     assert "\nresuming at step 4\n" in printed
     assert read_result(stopped) == read_result(whole)
@@ -271,7 +271,9 @@ def test_where_all_checkpoints_are_damaged_nothing_is_overwritten(stopped: Path)
     for path in disk.list_checkpoints(stopped / "checkpoints").values():
         (path / "optimizer.safetensors").unlink()
     before = read_tree(stopped)
-    refuse(Plan(resume=stopped), r"no checkpoint in .* can be used \(.* is missing; .*remove them")
+    refuse(
+        Launch(resume=stopped), r"no checkpoint in .* can be used \(.* is missing; .*remove them"
+    )
     assert read_tree(stopped) == before
 
 
@@ -279,15 +281,15 @@ def test_data_must_be_what_it_was(data: Path, stopped: Path, tmp_path: Path) -> 
     mine = shutil.copytree(data, tmp_path / "data")
     before = read_tree(stopped)
     other = write_data(tmp_path / "other", seed=1)
-    refuse(Plan(resume=stopped, data=other), r"other is not what .*stopped was trained on: give")
+    refuse(Launch(resume=stopped, data=other), r"other is not what .*stopped was trained on: give")
     flip_byte(mine / "val-00000.bin", 5)
-    refuse(Plan(resume=stopped, data=mine), r"val-00000\.bin is not what it was .*sha256")
+    refuse(Launch(resume=stopped, data=mine), r"val-00000\.bin is not what it was .*sha256")
     os.truncate(mine / "train-00000.idx", 8)
-    refuse(Plan(resume=stopped, data=mine), r"train-00000\.idx has 8 bytes and not the")
-    refuse(Plan(resume=stopped, data=tmp_path / "none"), "there is no data folder")
+    refuse(Launch(resume=stopped, data=mine), r"train-00000\.idx has 8 bytes and not the")
+    refuse(Launch(resume=stopped, data=tmp_path / "none"), "there is no data folder")
     assert read_tree(stopped) == before
     moved = shutil.copytree(data, tmp_path / "moved")
-    say(Plan(resume=stopped, data=moved))
+    say(Launch(resume=stopped, data=moved))
     starts = RunDir.open(stopped).read_json("provenance.json")["starts"]
     assert [start["data"]["folder"] for start in starts] == [str(data), str(moved)]
 
@@ -296,19 +298,19 @@ def test_data_that_is_gone(data: Path, tmp_path: Path, monkeypatch: pytest.Monke
     mine = shutil.copytree(data, tmp_path / "cache" / "data")
     run = tmp_path / "run"
     interrupt_at(monkeypatch, 3)
-    say(Plan(run=make_run(), data=mine, out=run))
+    say(Launch(run=make_run(), data=mine, out=run))
     shutil.rmtree(mine)
-    refuse(Plan(resume=run), r"data was in .* no longer there: put it back, .* with --data")
+    refuse(Launch(resume=run), r"data was in .* no longer there: put it back, .* with --data")
     # the default corpus is in a cache, which may be emptied, and is made again
     monkeypatch.setenv("DEPTHMIX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(launching, "prepare_default", lambda progress: data)
-    assert say(Plan(resume=run))[0][0].state == "finished"
+    assert say(Launch(resume=run))[0][0].state == "finished"
 
 
 def test_advice_at_the_start(data: Path, tmp_path: Path) -> None:
     wide = load_preset("tiny", width=16, vocab_size=96, max_seq_len=1000)
     run = RunConfig.from_overrides(wide, {"train.steps": 1, "train.batch_size": 1})
-    _, printed = say(Plan(run=run, data=data, out=tmp_path / "run"))
+    _, printed = say(Launch(run=run, data=data, out=tmp_path / "run"))
     assert "room for 96 ids and the data uses 64: vocab_size=64 would save compute\n" in printed
     assert "\nthe validation split is too short for one sequence: no validation\n" in printed
 

@@ -20,7 +20,7 @@ from depthmix.data.shards import Corpus
 from depthmix.rundir import RunDir
 from depthmix.train import loop
 from depthmix.train.log import SilentLogger
-from depthmix.train.loop import Outcome, Trainer
+from depthmix.train.loop import Ending, Trainer
 from depthmix.train.meter import Meter
 from depthmix.train.step import StepLoss
 from depthmix.world import World
@@ -55,7 +55,7 @@ def make_trainer(run: RunConfig, data: Path, folder: Path, *, log_later: bool = 
     return trainer
 
 
-def train(trainer: Trainer) -> Outcome:
+def train(trainer: Trainer) -> Ending:
     return trainer.train(Console(quiet=True))
 
 
@@ -72,7 +72,7 @@ def do_at(trainer: Trainer, step: int, action: Callable[[], object]) -> None:
     trainer.step = make_step_and_act  # pyrefly: ignore[bad-assignment]
 
 
-def stop_at(trainer: Trainer, step: int, number: int = signal.SIGTERM) -> Outcome:
+def stop_at(trainer: Trainer, step: int, number: int = signal.SIGTERM) -> Ending:
     do_at(trainer, step, lambda: signal.raise_signal(number))
     return train(trainer)
 

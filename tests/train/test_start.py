@@ -16,7 +16,7 @@ from depthmix.data.tokenizer import train_tokenizer
 from depthmix.models import StoredModel, open_model
 from depthmix.nn import Transformer
 from depthmix.rundir import RunDir
-from depthmix.train.launch import Plan, launch
+from depthmix.train.launch import Launch, launch
 from depthmix.train.optim import make_optimizers
 from depthmix.train.start import check_memory, check_tokenizer, freeze, load_start
 from depthmix.world import World
@@ -35,7 +35,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished dense run; its data is beside it."""
     folder = tmp_path_factory.mktemp("start")
     run = make_run(**{"routing.strategy": "none"})
-    plan = Plan(run=run, data=write_data(folder / "data"), out=folder / "run", device="cpu")
+    plan = Launch(run=run, data=write_data(folder / "data"), out=folder / "run", device="cpu")
     launch(plan, Console(quiet=True))
     return folder / "run"
 
@@ -47,7 +47,7 @@ def start(first: Path, out: Path, **changes: Any) -> Path:
     model = run.model.override({n: v for n, v in changes.items() if n not in recipe})
     run = RunConfig.from_overrides(model, {"train.tensorboard": False, **FIELDS_TRAIN, **recipe})
     data = first.with_name("data")
-    plan = Plan(run=run, data=data, out=out, device="cpu", start=source)
+    plan = Launch(run=run, data=data, out=out, device="cpu", start=source)
     launch(plan, Console(quiet=True))
     return out
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from depthmix.sweep.execute import Progress, Summary
+    from depthmix.sweep.execute import Summary, SweepProgress
     from depthmix.sweep.folders import Standing
     from depthmix.sweep.plan import PlannedRun
 
@@ -225,7 +225,7 @@ def print_plan(
 @contextmanager
 def show_runs(
     console: "Console", total_flops: int | float, num_left: int
-) -> "Iterator[Callable[[Progress], None]]":
+) -> "Iterator[Callable[[SweepProgress], None]]":
     """One bar for all runs, by FLOPs, and a line for each run that ended; gives where to report."""
     from depthmix.progress import show_bar
     from depthmix.units import format_flops
@@ -234,7 +234,7 @@ def show_runs(
     # runs come at different speeds: minutes say more about what is left than seconds
     with show_bar(console, speed_seconds=600) as bar:
 
-        def report(progress: "Progress") -> None:
+        def report(progress: "SweepProgress") -> None:
             ended = {name: "finished" for name in progress.finished}
             ended |= {name: "failed" for name in progress.failed}
             for name in [name for name in ended if name not in told]:

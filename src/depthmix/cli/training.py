@@ -193,7 +193,7 @@ def train(
     from rich.console import Console
 
     from depthmix.models import open_model
-    from depthmix.train.launch import Plan, launch
+    from depthmix.train.launch import Launch, launch
 
     source = None
     if start is not None:
@@ -202,7 +202,7 @@ def train(
         config = RunConfig.from_overrides(source.config, {**START_RATES, **overrides, **given})
 
     label = Path(name).stem if name.endswith(".toml") else name
-    plan = Plan(run=config, name=label, data=data, out=out, resume=resume, device=device)
+    plan = Launch(run=config, name=label, data=data, out=out, resume=resume, device=device)
     plan = plan._replace(start=source)
     try:
         outcome, _ = launch(plan, Console())

@@ -22,7 +22,7 @@ PIECE_CHARS = 1 << 20
 STRETCH_CHARS = 1 << 14
 
 
-class Place(NamedTuple):
+class ReadingPlace(NamedTuple):
     """Where reading goes on: the number of a unit, and of the next document in it."""
 
     unit: int
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     content: str | np.ndarray
     split: str
     ends_document: bool
-    place: Place | None
+    place: ReadingPlace | None
     """What follows this piece; None where reading cannot start again there."""
     done_bytes: int
     """Of all units, on disk."""
@@ -69,7 +69,7 @@ class Reading:
         """How many documents there are, counted up to two."""
         return sum(1 for _ in islice(self.read_contents(self.units), 2))
 
-    def read_pieces(self, start: Place) -> Iterator[Piece]:
+    def read_pieces(self, start: ReadingPlace) -> Iterator[Piece]:
         """Every document from a place on, cut into pieces."""
         units = [*self.units, *self.val_units]
         before = [0, *accumulate(unit.num_bytes for unit in units)]
@@ -88,7 +88,7 @@ class Reading:
                 content = document.content
                 if len(content) == 0:
                     continue
-                place = Place(number, num_read)
+                place = ReadingPlace(number, num_read)
                 done_bytes = before[number] + document.offset_bytes
                 if alone:
                     head, tail = self._cut_alone(content)
@@ -121,7 +121,7 @@ class Reading:
 
 
 def cut_document(
-    content: str | np.ndarray, split: str, place: Place | None, done_bytes: int
+    content: str | np.ndarray, split: str, place: ReadingPlace | None, done_bytes: int
 ) -> Iterator[Piece]:
     """The parts of a document, in order; text is cut after a line end where there is one."""
     start = 0

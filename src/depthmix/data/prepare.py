@@ -22,11 +22,11 @@ from depthmix.data.folder import (
     write_unfinished,
 )
 from depthmix.data.manifest import MANIFEST_FILE, SPLITS, Manifest
-from depthmix.data.pieces import Place, Reading
+from depthmix.data.pieces import Reading, ReadingPlace
 from depthmix.data.progress import Progress, Report
 from depthmix.data.sources import list_source
 from depthmix.data.tokenizer import TOKENIZER_FILE, measure_tokens
-from depthmix.data.vocabulary import Vocabulary, load_vocabulary, train_vocabulary
+from depthmix.data.vocabulary import TokenizerFile, load_vocabulary, train_vocabulary
 from depthmix.data.writer import ShardWriter
 from depthmix.files import lock_folder
 
@@ -134,17 +134,17 @@ class _Work:
         self,
         out: Path,
         reading: Reading,
-        vocabulary: Vocabulary,
+        vocabulary: TokenizerFile,
         request: dict[str, Any],
     ) -> None:
         self.out, self.reading, self.vocabulary, self.request = out, reading, vocabulary, request
         self.dtype = "uint16" if vocabulary.size <= 1 << 16 else "uint32"
-        self.start = Place(0, 0)
+        self.start = ReadingPlace(0, 0)
         self.writers: dict[str, ShardWriter] = {}
 
     def open(self, state: dict[str, Any] | None) -> None:
         if state is not None:
-            self.start = Place(*state["place"])
+            self.start = ReadingPlace(*state["place"])
         for split in SPLITS:
             self.writers[split] = ShardWriter(
                 self.out,
@@ -185,7 +185,7 @@ class _Work:
             sum(writer.num_documents for writer in self.writers.values()),
         )
 
-    def record(self, place: Place) -> None:
+    def record(self, place: ReadingPlace) -> None:
         splits = {split: writer.record() for split, writer in self.writers.items()}
         write_unfinished(self.out, self.request, {"place": list(place), "splits": splits})
 

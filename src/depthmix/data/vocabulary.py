@@ -29,7 +29,7 @@ SAMPLE_BYTES_PER_ID = 1 << 11
 READ_BYTES = 1 << 30
 
 
-class Vocabulary(NamedTuple):
+class TokenizerFile(NamedTuple):
     """A tokenizer and its file's content (None: ids come ready-made), its size and end token."""
 
     tokenizer: "tokenizers.Tokenizer | None"
@@ -48,7 +48,7 @@ def load_vocabulary(
     tokenizer: str | Path | None,
     vocab_size: int | None,
     end_token: int | None,
-) -> Vocabulary | None:
+) -> TokenizerFile | None:
     """What is known before anything is trained; None where a tokenizer is to be trained.
 
     `tokenizer`, `vocab_size` and `end_token` are the user's; `units` must agree with them.
@@ -98,10 +98,10 @@ def load_vocabulary(
         )
     if not 0 <= end_token < size:
         raise ValueError(f"--end-token {end_token} is not one of the {size} ids")
-    return Vocabulary(loaded, content, size, end_token)
+    return TokenizerFile(loaded, content, size, end_token)
 
 
-def train_vocabulary(reading: Reading, vocab_size: int, num_workers: int) -> Vocabulary:
+def train_vocabulary(reading: Reading, vocab_size: int, num_workers: int) -> TokenizerFile:
     """Train a tokenizer on a sample of what is read, spread over all of it."""
     budget = max(SAMPLE_BYTES, SAMPLE_BYTES_PER_ID * vocab_size)
     # the library's threads are worth their start on a large sample only, and a process that has
@@ -109,7 +109,7 @@ def train_vocabulary(reading: Reading, vocab_size: int, num_workers: int) -> Voc
     parallel = num_workers > 1 and budget > SAMPLE_BYTES
     tokenizer = train_tokenizer(_sample(reading, budget), vocab_size, parallel=parallel)
     content = tokenizer.to_str(pretty=True).encode()
-    return Vocabulary(tokenizer, content, count_ids(tokenizer), find_end_token(tokenizer))
+    return TokenizerFile(tokenizer, content, count_ids(tokenizer), find_end_token(tokenizer))
 
 
 def _sample(reading: Reading, budget_bytes: int) -> Iterator[str]:

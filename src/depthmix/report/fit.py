@@ -28,7 +28,7 @@ class Parabola(NamedTuple):
         return self.bottom + self.bend * (math.log(parameters) - self.center) ** 2
 
 
-class Size(NamedTuple):
+class SizeMean(NamedTuple):
     """One model of a variant at one budget: the mean over its seeds."""
 
     parameters: int
@@ -48,7 +48,7 @@ class Fit(NamedTuple):
     budget: float
     variant: str
     kind: str
-    sizes: tuple[Size, ...]
+    sizes: tuple[SizeMean, ...]
     """In order of their parameters."""
     curve: Parabola | None
     bracketed: bool
@@ -57,7 +57,7 @@ class Fit(NamedTuple):
     """Why the minimum is only that of the sizes tried; empty where it is bracketed."""
 
     @property
-    def best(self) -> Size:
+    def best(self) -> SizeMean:
         """The size with the lowest mean loss."""
         return min(self.sizes, key=lambda size: size.loss)
 
@@ -173,7 +173,7 @@ def _fit_group(rows: list[Row], measure: Callable[[Row], float | None]) -> Fit:
     return Fit(first.budget, first.variant, first.kind, tuple(sizes), curve, not note, note)
 
 
-def average_seeds(rows: Sequence[Row], measure: Callable[[Row], float | None]) -> Size:
+def average_seeds(rows: Sequence[Row], measure: Callable[[Row], float | None]) -> SizeMean:
     """Runs of one model as one point; of several recipes the one with the lowest mean counts."""
     recipes: dict[str, list[Row]] = {}
     for row in rows:
@@ -189,7 +189,7 @@ def average_seeds(rows: Sequence[Row], measure: Callable[[Row], float | None]) -
 
     best = min(recipes.values(), key=lambda alike: statistics.fmean(list_losses(alike)))
     losses = list_losses(best)
-    return Size(
+    return SizeMean(
         parameters=best[0].parameters.total,
         flops_per_token=best[0].flops_per_token,
         loss=statistics.fmean(losses),

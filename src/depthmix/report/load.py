@@ -93,7 +93,7 @@ class Row(NamedTuple):
         return self.loss if self.loss_causal is None else self.loss_causal
 
 
-class LeftOut(NamedTuple):
+class SkippedRun(NamedTuple):
     """A run that is in no fit, and why."""
 
     name: str
@@ -106,7 +106,7 @@ class Runs(NamedTuple):
 
     folder: str
     rows: list[Row]
-    left_out: list[LeftOut]
+    left_out: list[SkippedRun]
 
 
 def load_runs(folder: str | Path) -> Runs:
@@ -116,15 +116,15 @@ def load_runs(folder: str | Path) -> Runs:
         name = Path(summary.path).relative_to(folder).as_posix()
         name = Path(summary.path).resolve().name if name == "." else name
         if problem := _find_problem(summary):
-            left_out.append(LeftOut(name, summary.state, problem))
+            left_out.append(SkippedRun(name, summary.state, problem))
             continue
         try:
             rows.append(_read_row(name, summary))
         except (OSError, ValueError) as error:
-            left_out.append(LeftOut(name, "broken", str(error)))
+            left_out.append(SkippedRun(name, "broken", str(error)))
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             reason = f"its files are not as training writes them: {error}"
-            left_out.append(LeftOut(name, "broken", reason))
+            left_out.append(SkippedRun(name, "broken", reason))
     budgets = group_budgets([row.budget for row in rows])
     rows = [row._replace(budget=budgets[row.budget]) for row in rows]
     rows = [

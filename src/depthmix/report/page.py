@@ -26,7 +26,7 @@ PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("template.html")
 
 
-class Report(NamedTuple):
+class WrittenReport(NamedTuple):
     """What was written, and what is in it."""
 
     page: Path
@@ -38,7 +38,7 @@ class Report(NamedTuple):
     comparisons: list[Comparison]
 
 
-def write_report(folder: str | Path, out: str | Path | None = None, command: str = "") -> Report:
+def write_report(folder: str | Path, out: str | Path | None = None, command: str = "") -> WrittenReport:
     """Read the runs in a folder, write the page and its images, by default into FOLDER/report."""
     runs = load_runs(folder)
     place = Path(folder, "report") if out is None else Path(out)
@@ -55,7 +55,7 @@ def write_report(folder: str | Path, out: str | Path | None = None, command: str
         problem = str(error)
     page = place / PAGE
     replace_file(page, make_page(runs, fits, figures, command, problem=problem))
-    return Report(page, images, problem, runs, fits, compare_minima(fits))
+    return WrittenReport(page, images, problem, runs, fits, compare_minima(fits))
 
 
 def make_page(

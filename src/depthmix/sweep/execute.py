@@ -35,7 +35,7 @@ TRAIN = (sys.executable, "-m", "depthmix", "train")
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Progress(NamedTuple):
+class SweepProgress(NamedTuple):
     """How far a sweep is."""
 
     done_flops: int | float
@@ -104,7 +104,7 @@ class Executor:
 
     def run(
         self,
-        report: Callable[[Progress], None] | None = None,
+        report: Callable[[SweepProgress], None] | None = None,
         poll_seconds: float | None = None,
     ) -> Summary:
         """Train until nothing is left, or somebody wants it to stop."""
@@ -203,10 +203,10 @@ class Executor:
         if other != job.run.name:
             raise ValueError(f"{other} and {job.run.name} cannot be trained: {words}")
 
-    def _measure(self) -> Progress:
+    def _measure(self) -> SweepProgress:
         for job in self.jobs:
             self.flops[job.run.name] = read_flops(self.folder / job.run.folder)
-        return Progress(
+        return SweepProgress(
             done_flops=sum(self.flops.values()),
             running=tuple(job.run.name for job in self.jobs),
             finished=tuple(self.finished),

@@ -25,13 +25,13 @@ from depthmix.models import StoredModel, open_model
 from depthmix.models.chat import write_chat
 from depthmix.rundir import RunDir, State, collect_provenance, name_run
 from depthmix.train.log import READER_GONE
-from depthmix.train.loop import Outcome, Trainer
+from depthmix.train.loop import Ending, Trainer
 from depthmix.train.start import check_memory, check_tokenizer, open_corpus
 from depthmix.units import format_number
 from depthmix.world import World, open_world
 
 
-class Plan(NamedTuple):
+class Launch(NamedTuple):
     """What a command asks for: a new run, or one to go on with."""
 
     run: RunConfig | None = None
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
     """The model whose weights a new run begins with."""
 
 
-def launch(plan: Plan, console: Console) -> tuple[Outcome, RunDir]:
+def launch(plan: Launch, console: Console) -> tuple[Ending, RunDir]:
     """Train, from the beginning or from the last checkpoint, in one process or under torchrun.
 
     Says how it ended, and how to go on where it is not finished. A second Ctrl-C, which stops at
@@ -63,7 +63,7 @@ def launch(plan: Plan, console: Console) -> tuple[Outcome, RunDir]:
         return _resume(plan, plan.resume, world, quiet)
 
 
-def _start(plan: Plan, world: World, console: Console) -> tuple[Outcome, RunDir]:
+def _start(plan: Launch, world: World, console: Console) -> tuple[Ending, RunDir]:
     run = plan.run
     assert run is not None
     # what can be refused at once is, before data is prepared and a model made
@@ -90,7 +90,7 @@ def _start(plan: Plan, world: World, console: Console) -> tuple[Outcome, RunDir]
             raise
 
 
-def _resume(plan: Plan, path: Path, world: World, console: Console) -> tuple[Outcome, RunDir]:
+def _resume(plan: Launch, path: Path, world: World, console: Console) -> tuple[Ending, RunDir]:
     folder = RunDir.open(path)
     starts = folder.read_starts()
     if not starts:
@@ -107,7 +107,7 @@ def _resume(plan: Plan, path: Path, world: World, console: Console) -> tuple[Out
         status = folder.read_json("status.json")
     if status.get("state") == "finished" and status["step"] >= num_steps:
         _say(console, f"{path} is finished, all its {num_steps} steps: there is nothing left to do")
-        return Outcome("finished", status["step"], num_steps, {}, None), folder
+        return Ending("finished", status["step"], num_steps, {}, None), folder
     with _lock(folder, world):
         check_memory(run, world)
         teacher = _open_teacher(run)
@@ -135,7 +135,7 @@ def _open_teacher(run: RunConfig) -> StoredModel | None:
     return None if run.train.teacher is None else open_model(run.train.teacher)
 
 
-def _train(trainer: Trainer, console: Console) -> Outcome:
+def _train(trainer: Trainer, console: Console) -> Ending:
     """Train; what ended it is told in the run's folder, and to the user with the way to go on."""
     path = trainer.folder.path
     go_on = f"go on with: depthmix train --resume {shlex.quote(str(path))}"
@@ -183,7 +183,7 @@ class _Made(NamedTuple):
                 folder.rmdir()
 
 
-def _create_folder(plan: Plan, trainer: Trainer) -> _Made:
+def _create_folder(plan: Launch, trainer: Trainer) -> _Made:
     config, start = trainer.run.to_toml(), _describe_start(trainer, plan.start)
     chat = None if plan.start is None else plan.start.chat
     while True:

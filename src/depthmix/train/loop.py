@@ -34,14 +34,14 @@ from depthmix.train.evaluate import bits_per_byte, validate
 from depthmix.train.interrupt import Interrupt
 from depthmix.train.log import Logger, SilentLogger
 from depthmix.train.lora import add_adapters, collect_parts, restore_parts
-from depthmix.train.meter import Meter, Reading, check_finite
+from depthmix.train.meter import Meter, MetricSums, check_finite
 from depthmix.train.optim import make_optimizers, set_rates
 from depthmix.train.start import freeze, load_start
 from depthmix.train.step import Root, TrainStep
 from depthmix.world import World
 
 
-class Outcome(NamedTuple):
+class Ending(NamedTuple):
     """How a training ended."""
 
     state: str
@@ -117,7 +117,7 @@ class Trainer:
         self.meter = Meter(run, world)
         # a GPU computes while the host writes; a CPU's numbers would only be a step late
         self.log_later = device.type == "cuda"
-        self.pending: tuple[Reading, dict[str, Any]] | None = None
+        self.pending: tuple[MetricSums, dict[str, Any]] | None = None
         """A line of metrics that is not written yet, with what the meter does not know of it."""
         self.shown: dict[str, Any] = {}
         self.num_done = 0
@@ -152,7 +152,7 @@ class Trainer:
         )
         return [*found.damaged, f"resuming at step {found.step}", *([told] if told else [])]
 
-    def train(self, console: Console) -> Outcome:
+    def train(self, console: Console) -> Ending:
         """Run to the end of the budget, or until somebody wants it to stop."""
         recipe, num_steps, world = self.run.train, self.num_steps, self.world
         val_every = self.run.space_validations(num_steps)
@@ -209,7 +209,7 @@ class Trainer:
             self.checkpoints.wait()
         state: State = "finished" if step == num_steps else "interrupted"
         self.write_status(state)
-        return Outcome(state, step, num_steps, self.val, interrupt.signal)
+        return Ending(state, step, num_steps, self.val, interrupt.signal)
 
     def _enter_stage(self, step: int) -> None:
         """Set the capacities of a step; where they change, it is compiled anew."""

@@ -53,7 +53,7 @@ class Group(NamedTuple):
     """Those of `local_elements`."""
 
 
-class Memory(NamedTuple):
+class MemoryBound(NamedTuple):
     """Bytes on one GPU; their sum is a bound, because not all are there at the same time."""
 
     parameters: int
@@ -89,7 +89,7 @@ class Estimate(NamedTuple):
     shard_size: int
     num_rows: int
     """Sequences of a micro-batch on one GPU."""
-    memory: Memory
+    memory: MemoryBound
     activations_kept: int
     """`memory.activations` without activation checkpointing."""
     activations_recomputed: int
@@ -144,7 +144,7 @@ def estimate_run(run: RunConfig, cluster: Cluster) -> Estimate:
         cluster=cluster,
         shard_size=shard_size,
         num_rows=num_rows,
-        memory=Memory(
+        memory=MemoryBound(
             parameters=FLOAT32 * local,
             gradients=FLOAT32 * local,
             optimizer=state - FLOAT32 * local,

@@ -43,7 +43,7 @@ PEAK_FLOPS = {
 Moment = float | torch.cuda.Event
 
 
-class Reading(NamedTuple):
+class MetricSums(NamedTuple):
     """The steps between two lines of metrics, before anybody waits for them."""
 
     step: int
@@ -133,7 +133,7 @@ class Meter:
         sums = self.world.average(self._sums).tolist()
         return {n: total / self._count for n, total in zip(self._names, sums, strict=True)}
 
-    def cut(self, step: int) -> Reading:
+    def cut(self, step: int) -> MetricSums:
         """What `step` and those before it measured, to be read later; begins anew. Never waits."""
         assert self._sums is not None
         sums = self._sums.double()
@@ -146,12 +146,12 @@ class Meter:
         on_cpu.copy_(sums, non_blocking=True)
         now = self._mark()
         spans = [*self._spans, (self._since, now)]
-        reading = Reading(step, self._names, on_cpu, self._count, spans, self._num_timed)
+        reading = MetricSums(step, self._names, on_cpu, self._count, spans, self._num_timed)
         self._sums, self._count, self._num_timed = None, 0, 0
         self._spans, self._since = [], now
         return reading
 
-    def read(self, reading: Reading) -> dict[str, Any]:
+    def read(self, reading: MetricSums) -> dict[str, Any]:
         """Means over all processes, speed and compute; waits for the device to have come so far."""
         _, end = reading.spans[-1]
         if isinstance(end, torch.cuda.Event):
@@ -173,7 +173,7 @@ class Meter:
         spent = zip(pairwise(starts), self._stage_flops.values(), strict=True)
         return sum(max(0, min(step, after) - first) * each for (first, after), each in spent)
 
-    def _tell_speed(self, reading: Reading) -> dict[str, float | None]:
+    def _tell_speed(self, reading: MetricSums) -> dict[str, float | None]:
         names = ("tokens_per_second", "flops_per_second", "share_of_peak", "seconds_per_step")
         if reading.num_timed < 1:
             # only the first step so far, which is not timed
