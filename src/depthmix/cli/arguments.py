@@ -3,6 +3,7 @@
 Knows the extras that a verb may need, and nothing of what it does with its arguments.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,18 @@ ModelPath = Annotated[
     Path,
     typer.Argument(help="A run, a checkpoint, or a Hugging Face folder.", metavar="RUN|DIR"),
 ]
+
+
+Checkpoint = Annotated[
+    str | None, typer.Option(help="best, newest, or a step; the best if it is known.")
+]
+TokenizerPlace = Annotated[
+    str | None, typer.Option(help="Where the tokenizer is, for a run whose data is gone.")
+]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Most tokens of the text; all of them if empty.")
+]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")]
 
 
 class ModelsAndFields(NamedTuple):
@@ -107,6 +120,18 @@ def read_length(overrides: Mapping[str, str]) -> int | None:
     """A `max_seq_len` among fields to change; what is no number is refused where all are."""
     length = overrides.get("max_seq_len", "")
     return int(length) if length.isdecimal() else None
+
+
+def read_text(file: str) -> str:
+    """The text of a file, or of stdin."""
+    data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    try:
+        found = data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text {file} is not text in UTF-8: {error.reason}") from error
+    if not found:
+        raise ValueError(f"--text {file} is empty: give a text with at least one character")
+    return found
 
 
 @contextmanager

@@ -14,13 +14,14 @@ from depthmix.config.presets import (
     preset_sizes,
 )
 from depthmix.config.rules import num_kept
-from depthmix.config.train import BASE_WIDTH, Recipe, RunConfig
+from depthmix.config.train import BASE_WIDTH, START_RATES, Recipe, RunConfig
 
 __all__ = [
     "BASE_WIDTH",
     "CAUSAL_SELECTORS",
     "GATES",
     "SELECTORS",
+    "START_RATES",
     "STRATEGIES",
     "ExpertsConfig",
     "ModelConfig",

@@ -19,6 +19,14 @@ BASE_WIDTH = 32
 # what a run stops by, one of them
 BUDGETS = ("steps", "tokens", "flops")
 
+START_RATES: Mapping[str, Any] = {
+    "train.learning_rate": 3e-4,
+    "train.scale_by_width": False,
+    "train.router_rate_factor": 10.0,
+}
+"""For weights that know something already: low, and embeddings no higher than matrices. But routers
+and predictors, which mostly do not, must follow a capacity that falls."""
+
 # beyond this, not every reader of JSON and TOML tells two whole numbers apart
 Seed = Annotated[int, Bounds(least=0, most=2**53 - 1)]
 Beta = Annotated[Share, Bounds(below=1, hint="1 would never learn")]

@@ -38,7 +38,9 @@ class WrittenReport(NamedTuple):
     comparisons: list[Comparison]
 
 
-def write_report(folder: str | Path, out: str | Path | None = None, command: str = "") -> WrittenReport:
+def write_report(
+    folder: str | Path, out: str | Path | None = None, command: str = ""
+) -> WrittenReport:
     """Read the runs in a folder, write the page and its images, by default into FOLDER/report."""
     runs = load_runs(folder)
     place = Path(folder, "report") if out is None else Path(out)

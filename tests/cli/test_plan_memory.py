@@ -7,7 +7,7 @@ import pytest
 
 from depthmix import flops
 from depthmix.cli import main
-from depthmix.cli.scaling import split_counts
+from depthmix.cli.plan_memory import split_counts
 from depthmix.config import load_preset
 
 SMALL = ["plan-memory", "tiny", "train.batch_size=64"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from depthmix.cli import main, sweeping
+from depthmix.cli import main, sweep
 from depthmix.config import load_run_config
 from depthmix.runs import list_runs
 from depthmix.sweep import cluster, execute
@@ -166,7 +166,7 @@ def test_the_default_corpus_is_made_once(
         made.append(vocab_size)
         return tmp_path / "corpus"
 
-    monkeypatch.setattr(sweeping, "prepare_once", prepare_once)
+    monkeypatch.setattr(sweep, "prepare_once", prepare_once)
     assert main(["sweep", str(plan)]) == 0
     assert made == [4096]
     _, args = fake.read_calls()[0]

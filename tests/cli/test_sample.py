@@ -370,5 +370,5 @@ def test_a_dense_model_has_no_depth_to_show(tmp_path: Path, ask: Ask) -> None:
 
 def test_help_loads_no_torch() -> None:
     loaded = modules_loaded_by("from depthmix.cli import main; main(['sample', '--help'])")
-    assert "depthmix.cli.sampling" in loaded
+    assert "depthmix.cli.sample" in loaded
     assert "torch" not in loaded

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from depthmix.cli.arguments import ModelPath, PlainCommand, app, check_device, tell_missing
+from depthmix.cli.arguments import (
+    Device,
+    ModelPath,
+    PlainCommand,
+    TokenizerPlace,
+    app,
+    check_device,
+    tell_missing,
+)
 
 if TYPE_CHECKING:
     from depthmix.eval.perplexity import Stream
@@ -62,10 +70,8 @@ def evaluate(
         int | None, typer.Option(help="Tokens in a window; the model's max_seq_len if empty.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Windows, or questions, at a time.")] = 8,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Where the tokenizer is, for a run whose data is gone.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    tokenizer: TokenizerPlace = None,
+    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:
     """Say how good a model is: on text, under top-k and causal routing, and on tasks.
@@ -134,7 +140,7 @@ def read_stream(
     from depthmix.eval.texts import read_corpus, read_texts
 
     if texts:
-        from depthmix.cli.seeing import read_text
+        from depthmix.cli.arguments import read_text
 
         return read_texts([read_text(file) for file in texts], *model.vocabulary, max_tokens)
     from depthmix.data.shards import Corpus

@@ -1,4 +1,4 @@
-"""Verbs about models as numbers. Nothing here loads torch."""
+"""The verb that shows models as numbers. It does not load torch."""
 
 from typing import Annotated
 
@@ -44,11 +44,3 @@ def describe(
         from rich.console import Console
 
         print_tables(models, Console())
-
-
-@app.command()
-def presets() -> None:
-    """List the presets, with parameters and FLOPs."""
-    from depthmix.describe import list_presets
-
-    print(*list_presets(), sep="\n")

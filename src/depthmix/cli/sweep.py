@@ -12,6 +12,7 @@ import typer
 
 from depthmix.cli.arguments import (
     FIELDS_ALLOWED,
+    Device,
     RunFieldsCommand,
     app,
     check_device,
@@ -60,7 +61,7 @@ def sweep(
             "guessed by the plan until a run has finished."
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    device: Device = None,
     slurm: Annotated[
         list[str] | None,
         typer.Option(

@@ -116,7 +116,7 @@ def choose_blocks(
     """The blocks that some text misses least, with a bar while they are looked for."""
     from rich.console import Console
 
-    from depthmix.cli.seeing import read_text
+    from depthmix.cli.arguments import read_text
     from depthmix.eval.blocks import find_least_blocks
     from depthmix.eval.texts import read_texts
     from depthmix.progress import show_bar

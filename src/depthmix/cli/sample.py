@@ -9,7 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from depthmix.cli.arguments import ModelPath, PlainCommand, app, check_device
+from depthmix.cli.arguments import (
+    Checkpoint,
+    Device,
+    ModelPath,
+    PlainCommand,
+    TokenizerPlace,
+    app,
+    check_device,
+)
 
 MAX_BATCH = 8
 LINE_WIDTH = 79
@@ -84,13 +92,9 @@ def sample(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print each sample as one line of JSON.")
     ] = False,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="best, newest, or a step; the best if it is known.")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Where the tokenizer is, for a run whose data is gone.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    checkpoint: Checkpoint = None,
+    tokenizer: TokenizerPlace = None,
+    device: Device = None,
     batch: Annotated[int, typer.Option(help="Most samples at a time.")] = MAX_BATCH,
 ) -> None:
     """Write text with a trained model.

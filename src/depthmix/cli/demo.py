@@ -1,0 +1,37 @@
+"""The verb for the first minutes: a model and its dense twin."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from depthmix.cli.arguments import Device, app
+
+
+@app.command()
+def demo(
+    preset: Annotated[
+        str, typer.Option(help="A preset or .toml file with routed blocks.", metavar="MODEL")
+    ] = "demo",
+    flops: Annotated[float, typer.Option(help="Compute for each model.")] = 1e13,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A folder made by 'prepare'; Python's standard library if empty."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for both runs; runs/MODEL-TIME if empty.")
+    ] = None,
+    device: Device = None,
+) -> None:
+    """Train a model and its dense twin at equal compute.
+
+    On Python's own standard library; two CPU cores take a few minutes. Ends with a report of both
+    runs, and a page of which tokens the routed model sends through which blocks.
+    """
+    from rich.console import Console
+
+    from depthmix.demo import run_demo
+
+    options = {"flops": flops, "data": data, "out": out, "device": device}
+    if run_demo(Console(), preset=preset, **options) is None:
+        raise typer.Exit(130)

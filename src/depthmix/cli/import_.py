@@ -1,0 +1,33 @@
+"""The verb that makes a run of what transformers saved."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from depthmix.cli.arguments import PlainCommand, app
+
+
+@app.command("import", cls=PlainCommand)
+def import_(
+    folder: Annotated[
+        Path, typer.Argument(help="A folder that was exported or saved.", metavar="DIR")
+    ],
+    out: Annotated[Path, typer.Option(help="The run's folder to make.", metavar="RUN")],
+) -> None:
+    """Make a run of a folder that transformers saved.
+
+    The run has one checkpoint and can be sampled and traced.
+
+    \b
+    For example:
+      depthmix import exported --out runs/exported
+    """
+    try:
+        from depthmix.hf.export import import_model
+    except ImportError as error:
+        from depthmix.hf import MISSING
+
+        raise ValueError(MISSING) from error
+    run = import_model(folder, out)
+    print(f"{run.path}: write with it by depthmix sample {run.path}")

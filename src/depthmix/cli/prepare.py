@@ -1,0 +1,85 @@
+"""The verb that tokenises text into a folder that training reads."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from depthmix.cli.arguments import PlainCommand, app
+
+
+@app.command(cls=PlainCommand)
+def prepare(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE",
+            help="Text, JSONL, Parquet or token files, folders of them, hf:OWNER/NAME, stdlib.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the tokenised data.")],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="A tokenizer.json, a folder with one, or a Hugging Face name."),
+    ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(help="Ids of the tokenizer that is trained where none is given (4096)."),
+    ] = None,
+    val: Annotated[
+        list[str] | None,
+        typer.Option(help="A source for validation; may be repeated.", metavar="SOURCE"),
+    ] = None,
+    val_fraction: Annotated[
+        float, typer.Option(help="Share of documents for validation, without --val.")
+    ] = 0.02,
+    text_field: Annotated[str, typer.Option(help="Field of JSONL and Parquet.")] = "text",
+    token_dtype: Annotated[
+        str | None, typer.Option(help="Type of the ids in a .bin file: uint16 or uint32.")
+    ] = None,
+    end_token: Annotated[
+        int | None, typer.Option(help="Id that ends a document, where it cannot be found.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Threads; one for each core if empty.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Decides which documents are for validation.")] = 0,
+) -> None:
+    """Tokenise text into a folder that training reads.
+
+    Stopped by whatever, the same command goes on where it was.
+
+    \b
+    For example:
+      depthmix prepare books/ notes.jsonl --out data --vocab-size 8192
+    """
+    from rich.console import Console
+
+    from depthmix.data.prepare import prepare as prepare_data
+    from depthmix.data.progress import show_progress
+    from depthmix.units import format_number
+
+    console = Console()
+    with show_progress(console) as report:
+        manifest = prepare_data(
+            sources,
+            out,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            val_sources=val or (),
+            val_fraction=val_fraction,
+            text_field=text_field,
+            token_dtype=token_dtype,
+            end_token=end_token,
+            num_workers=workers,
+            seed=seed,
+            progress=report,
+        )
+    parts = [
+        f"{name}: {format_number(split.num_tokens)} tokens, documents: {split.num_documents}"
+        for name, split in manifest.splits.items()
+    ]
+    next_command = f"depthmix train --data {shlex.quote(str(out))}"
+    for line in (f"{out}: {'; '.join(parts)}", f"next: {next_command}"):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,11 @@
+"""The verb that lists the presets. It does not load torch."""
+
+from depthmix.cli.arguments import app
+
+
+@app.command()
+def presets() -> None:
+    """List the presets, with parameters and FLOPs."""
+    from depthmix.describe import list_presets
+
+    print(*list_presets(), sep="\n")

@@ -1,0 +1,30 @@
+"""The verb that lists runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from depthmix.cli.arguments import PlainCommand, app
+
+
+@app.command(cls=PlainCommand)
+def runs(
+    folder: Annotated[
+        Path, typer.Argument(help="A run, or a folder to look for runs in.", metavar="FOLDER")
+    ] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+) -> None:
+    """List runs in a table: how far each came, and how good it is.
+
+    A run that is 'stopped' was killed; it can be resumed as an interrupted one can.
+    """
+    from depthmix.runs import list_runs, print_runs, to_json
+
+    found = list_runs(folder)
+    if as_json:
+        print(to_json(found))
+    else:
+        from rich.console import Console
+
+        print_runs(found, Console())

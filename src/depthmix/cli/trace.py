@@ -1,0 +1,90 @@
+"""The verb that writes down what a router does with a text."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from depthmix.cli.arguments import (
+    Checkpoint,
+    Device,
+    MaxTokens,
+    ModelPath,
+    PlainCommand,
+    TokenizerPlace,
+    app,
+    check_device,
+    read_text,
+)
+
+
+@app.command(cls=PlainCommand)
+def trace(
+    model: ModelPath,
+    text: Annotated[str, typer.Option(help="A file of text; - is stdin.", metavar="FILE")],
+    out: Annotated[Path, typer.Option(help="The file to write.", metavar="FILE")] = Path(
+        "trace.json"
+    ),
+    checkpoint: Checkpoint = None,
+    tokenizer: TokenizerPlace = None,
+    max_tokens: MaxTokens = None,
+    device: Device = None,
+) -> None:
+    """Write down what a trained model does with a text, token by token.
+
+    For each token and each routed block: routed under top-k, routed under the causal rule, and the
+    scores; for each token entropy and loss of the prediction. 'depthmix view' makes a page of it.
+
+    \b
+    For example:
+      depthmix trace runs/demo-20261115-142233 --text README.md --out trace.json
+    """
+    from depthmix.report.traces import write_trace
+
+    check_folder(out)
+    found = trace_text(model, text, checkpoint, tokenizer, max_tokens, device)
+    write_trace(found, out)
+    print(f"{out}: {describe(found)}")
+
+
+def trace_text(
+    path: Path,
+    text: str,
+    checkpoint: str | None = None,
+    tokenizer: str | None = None,
+    max_tokens: int | None = None,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Trace a model over the text of a file."""
+    # what can be wrong is asked before torch takes its seconds to load
+    check_device(device)
+    words = read_text(text)
+    from depthmix.eval.trace import trace_model
+    from depthmix.models import open_model
+
+    model = open_model(path, checkpoint=checkpoint, tokenizer=tokenizer)
+    return trace_model(model, words, text=text, max_tokens=max_tokens, device=device)
+
+
+def describe(trace: dict[str, Any]) -> str:
+    """A trace in a line."""
+    from depthmix.report.depths import measure_rule
+
+    windows, rules = len(trace["window_starts"]), trace["rules"]
+    parts = [f"{len(trace['tokens']):,} tokens in {windows} window{'' if windows == 1 else 's'}"]
+    for name, rule in rules.items():
+        told = measure_rule(trace, name)
+        share = sum(told["share_routed"]) / len(told["share_routed"])
+        loss = "" if told["mean_loss"] is None else f", loss {told['mean_loss']:.3f}"
+        parts.append(f"{rule['label']} routes {share:.1%}{loss}")
+    return "; ".join(parts)
+
+
+def check_folder(out: Path) -> None:
+    """Refuse a place that cannot be written, before the work and not after it."""
+    if str(out) == "-":
+        raise ValueError("--out writes a file, not to the terminal: name one")
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder: name a file")
+    if not out.parent.is_dir():
+        raise ValueError(f"there is no folder {out.parent} for --out {out}: make it first")
