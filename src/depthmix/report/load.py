@@ -39,6 +39,10 @@ OTHER_FIELDS = {
 }
 
 
+Record = Mapping[str, Any]
+"""A line of metrics."""
+
+
 class Head(NamedTuple):
     """How well a causal head foretold top-k membership, over a run."""
 
@@ -115,11 +119,19 @@ def load_runs(folder: str | Path) -> Runs:
     for summary in list_runs(folder):
         name = Path(summary.path).relative_to(folder).as_posix()
         name = Path(summary.path).resolve().name if name == "." else name
-        if problem := _find_problem(summary):
-            left_out.append(SkippedRun(name, summary.state, problem))
-            continue
+        problem = _find_problem(summary)
+        train: Sequence[Record] = ()
+        val: Sequence[Record] = ()
         try:
-            rows.append(_read_row(name, summary))
+            if not problem:
+                train, val = _read_records(summary)
+            # one that is no number is written as none; top-k must not stand in for it
+            if val and val[-1].get("loss_causal", 0.0) is None:
+                problem = "its loss under causal decisions is no number"
+            if problem:
+                left_out.append(SkippedRun(name, summary.state, problem))
+            else:
+                rows.append(_read_row(name, summary, train, val))
         except (OSError, ValueError) as error:
             left_out.append(SkippedRun(name, "broken", str(error)))
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
@@ -143,17 +155,22 @@ def _find_problem(run: RunSummary) -> str:
         return f"ended at step {run.step} of {run.num_steps or '?'}{told}"
     if run.val_loss_topk is None or not math.isfinite(run.val_loss_topk):
         return "it has no validation loss: its data has no validation split, or it diverged"
-    # one that is no number is written as none; top-k must not stand in for it
-    if RunDir(Path(run.path)).read_metrics("val")[-1].get("loss_causal", 0.0) is None:
-        return "its loss under causal decisions is no number"
     return ""
 
 
-def _read_row(name: str, summary: RunSummary) -> Row:
+def _read_records(summary: RunSummary) -> tuple[Sequence[Record], Sequence[Record]]:
+    """A run's records of training and of validation."""
+    records = RunDir.open(summary.path).read_metrics()
+    train, val = ([r for r in records if r.get("kind") == kind] for kind in ("train", "val"))
+    return train, val
+
+
+def _read_row(
+    name: str, summary: RunSummary, train: Sequence[Record], val: Sequence[Record]
+) -> Row:
     folder = RunDir.open(summary.path)
     config = RunConfig.from_dict(folder.read_config())
-    model, train = config.model, folder.read_metrics("train")
-    spent = summary.flops
+    model, spent = config.model, summary.flops
     if spent is None:
         step = flops.training_flops(
             model, seq_len=config.seq_len, batch_size=config.train.batch_size
@@ -177,7 +194,7 @@ def _read_row(name: str, summary: RunSummary) -> Row:
         tokens_per_second=_find_speed(train),
         capacity=capacities.pop() if len(capacities) == 1 else None,
         every=None if model.routing.layers or not model.routed_layers else model.routing.every,
-        heads=tuple(_read_heads(model, folder, summary.num_steps or summary.step)),
+        heads=tuple(_read_heads(model, train, val, summary.num_steps or summary.step)),
         curve=thin_curve(train),
         model=model.to_json(),
         recipe=_tell_recipe(config.train),
@@ -249,7 +266,7 @@ def group_budgets(budgets: Iterable[float]) -> dict[float, float]:
     return {budget: statistics.median_low(group) for group in groups for budget in group}
 
 
-def count_seconds(train: Sequence[Mapping[str, Any]]) -> float | None:
+def count_seconds(train: Sequence[Record]) -> float | None:
     """Time on steps by a run's training records; the untimed first steps count as the others."""
     total, timed, before = 0.0, 0, 0
     for record in train:
@@ -259,14 +276,14 @@ def count_seconds(train: Sequence[Mapping[str, Any]]) -> float | None:
     return total * before / timed if timed else None
 
 
-def _find_speed(train: Sequence[Mapping[str, Any]]) -> float | None:
+def _find_speed(train: Sequence[Record]) -> float | None:
     # the median: a record beside another run's start or end says little
     speeds = [s for record in train if (s := record.get("tokens_per_second")) is not None]
     return statistics.median(speeds) if speeds else None
 
 
 def thin_curve(
-    train: Sequence[Mapping[str, Any]], most: int = CURVE_POINTS
+    train: Sequence[Record], most: int = CURVE_POINTS
 ) -> tuple[tuple[float, float], ...]:
     """(share of the run, loss): at most `most` means over stretches of equal length.
 
@@ -291,14 +308,16 @@ def thin_curve(
 
 
 def follow_number(
-    records: Iterable[Mapping[str, Any]], name: str, num_steps: int
+    records: Iterable[Record], name: str, num_steps: int
 ) -> tuple[tuple[float, float], ...]:
     """(share of the run, number) of every record that has it."""
     found = ((record["step"] / num_steps, record.get(name)) for record in records)
     return tuple((share, float(value)) for share, value in found if value is not None)
 
 
-def _read_heads(model: ModelConfig, folder: RunDir, num_steps: int) -> Iterable[Head]:
+def _read_heads(
+    model: ModelConfig, train: Sequence[Record], val: Sequence[Record], num_steps: int
+) -> Iterable[Head]:
     routing, experts = model.routing, model.experts
     # a router that nothing taught to decide is measured, too, and says nothing
     trained = {
@@ -307,10 +326,9 @@ def _read_heads(model: ModelConfig, folder: RunDir, num_steps: int) -> Iterable[
         "expert_predictor": True,
         "expert_router": experts.aux_loss_weight > 0,
     }
-    sources = [folder.read_metrics("val")]
-    if len(sources[0]) < MIN_VALIDATIONS:
+    sources = [val]
+    if len(val) < MIN_VALIDATIONS:
         # validated seldom: then some of its batches tell
-        train = folder.read_metrics("train")
         sources.append(train[:: max(1, len(train) // NUM_POINTS)])
     for name in (name for name, used in trained.items() if used):
         curves = [
