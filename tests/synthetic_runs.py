@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from depthmix import flops
 from depthmix.config import ModelConfig, RunConfig
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 
 BASE = ModelConfig(vocab_size=256, num_layers=4, width=64, num_heads=4, max_seq_len=64)
 DENSE: dict[str, Any] = {"routing.strategy": "none"}

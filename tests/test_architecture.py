@@ -14,7 +14,7 @@ SOURCES = sorted(SRC.rglob("*.py"))
 
 # planning and reporting: present modules among these must load without torch
 NO_TORCH = (
-    *("config", "files", "flops", "describe", "rundir"),
+    *("config", "files", "flops", "describe", "runs"),
     *("progress", "units", "sweep", "report"),
 )
 

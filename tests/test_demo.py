@@ -15,7 +15,7 @@ from depthmix.config import load_preset
 from depthmix.data.prepare import prepare
 from depthmix.data.shards import Corpus
 from depthmix.demo import read_held_out, run_demo
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from tiny_runs import write_data
 
 BUDGET = 2e10

@@ -202,5 +202,5 @@ def test_works_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_loads_where_there_is_no_fcntl() -> None:
-    code = "import sys; sys.modules['fcntl'] = None; import depthmix.files, depthmix.rundir"
+    code = "import sys; sys.modules['fcntl'] = None; import depthmix.files, depthmix.runs.folder"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from depthmix.checkpoint import folder as disk
 from depthmix.config.fields import parse_override
 from depthmix.data.prepare import prepare
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 
 SERVER = """
 import json, os, resource, sys

@@ -22,7 +22,7 @@ from pathlib import Path
 from depthmix.budget import count_steps
 from depthmix.config import load_run_config
 from depthmix.config import RunConfig
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 
 root, args = Path(__file__).parent, sys.argv[1:]
 options = {args[i]: args[i + 1] for i in range(len(args)) if args[i].startswith("--")}

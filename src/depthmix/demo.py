@@ -27,7 +27,7 @@ from depthmix.report import write_report
 from depthmix.report.curves import Points, draw_text_plot, plot_losses
 from depthmix.report.figures import NoMatplotlib
 from depthmix.report.view import write_page
-from depthmix.rundir import RunDir, name_run
+from depthmix.runs.folder import RunDir, name_run
 from depthmix.sampler import start_sampler
 from depthmix.show import Show
 from depthmix.train.launch import Launch, launch

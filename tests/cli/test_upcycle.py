@@ -13,7 +13,7 @@ from depthmix.eval.texts import read_texts
 from depthmix.models import open_model
 from depthmix.models.chat import Chat, read_chat, write_chat
 from depthmix.models.vocabulary import find_end
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from foreign_models import write_foreign
 
 SMALL = ("routing.predictor_width=8",)

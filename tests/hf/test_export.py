@@ -14,7 +14,7 @@ from depthmix.hf.export import export_model, import_model, load_exported
 from depthmix.infer import Engine, SamplingParams
 from depthmix.models import open_model
 from depthmix.models.vocabulary import Vocabulary, find_vocabulary
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from hf_models import make_hf_model
 from variants import NAMES, make_config, make_model
 

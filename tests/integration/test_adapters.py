@@ -15,7 +15,7 @@ from depthmix.checkpoint.tensors import read_part
 from depthmix.config import RunConfig, load_preset
 from depthmix.data.shards import Corpus
 from depthmix.models import open_model
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from depthmix.train.launch import Launch, launch
 from depthmix.train.loop import Trainer
 from depthmix.train.lora import PART, list_adapters

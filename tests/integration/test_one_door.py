@@ -9,7 +9,7 @@ import pytest
 from depthmix.cli import main
 from depthmix.models import open_model
 from depthmix.report.traces import read_trace
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from foreign_models import write_foreign
 from text_runs import write_text_run
 

@@ -24,7 +24,7 @@ from depthmix.data.manifest import MANIFEST_FILE, Manifest
 from depthmix.data.writer import ShardWriter
 from depthmix.nn.block import Block
 from depthmix.nn.router import Router
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from depthmix.train import loop
 from depthmix.train.launch import Launch, launch
 from depthmix.train.loop import Trainer

@@ -18,8 +18,8 @@ import pytest
 
 from depthmix.checkpoint import folder as disk
 from depthmix.cli import main
-from depthmix.rundir import RunDir
 from depthmix.runs import list_runs
+from depthmix.runs.folder import RunDir
 from tiny_runs import (
     MODEL,
     RECIPE,

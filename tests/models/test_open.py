@@ -14,7 +14,7 @@ from depthmix.models import Chat, StoredModel, open_model
 from depthmix.models.chat import write_chat
 from depthmix.models.open import find_checkpoint
 from depthmix.nn import Transformer
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from foreign_models import make_foreign, write_foreign
 from text_runs import write_text_run
 

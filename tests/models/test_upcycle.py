@@ -10,7 +10,7 @@ from depthmix import flops
 from depthmix.models import open_model
 from depthmix.models.upcycle import upcycle
 from depthmix.models.vocabulary import find_end
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from foreign_models import make_foreign, write_foreign
 from text_runs import write_text_run
 

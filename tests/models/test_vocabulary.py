@@ -8,7 +8,7 @@ import pytest
 
 from depthmix.models import begin_document, open_model
 from depthmix.models.vocabulary import find_vocabulary
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from text_runs import write_text_run
 
 

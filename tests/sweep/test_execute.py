@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from depthmix.config import RunConfig
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from depthmix.sweep import execute as execute_module
 from depthmix.sweep.execute import Executor, Summary, SweepProgress
 from depthmix.sweep.folders import LOG, PLANNED, look_at_runs

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from depthmix.sweep.folders import (
     LOG,
     find_mixed_data,

@@ -16,7 +16,7 @@ from depthmix.checkpoint import folder as disk
 from depthmix.config import RunConfig, load_preset
 from depthmix.models import open_model
 from depthmix.nn import MixtureOfDepths, Transformer
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from depthmix.train.anneal import Annealer
 from depthmix.train.launch import Launch, launch
 from depthmix.train.meter import Meter

@@ -13,7 +13,7 @@ from rich.console import Console
 from depthmix.config import RunConfig, load_preset
 from depthmix.models import StoredModel, open_model
 from depthmix.nn import Transformer
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from depthmix.train import distill
 from depthmix.train.distill import Distillation, mean_divergence, open_distillation
 from depthmix.train.launch import Launch, launch

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from depthmix.checkpoint import folder as disk
 from depthmix.config import RunConfig, load_preset
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from depthmix.train import launch as launching
 from depthmix.train.launch import Launch, check_memory, launch
 from depthmix.train.loop import Ending, Trainer

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from depthmix.train.log import (
     NUM_BINS,
     PLAIN_SECONDS,

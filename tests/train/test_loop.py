@@ -17,7 +17,7 @@ from depthmix.checkpoint import collect_rng
 from depthmix.checkpoint import folder as disk
 from depthmix.config import RunConfig, load_preset
 from depthmix.data.shards import Corpus
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from depthmix.train import loop
 from depthmix.train.log import SilentLogger
 from depthmix.train.loop import Ending, Trainer

@@ -15,7 +15,7 @@ from depthmix.data.shards import Corpus
 from depthmix.data.tokenizer import train_tokenizer
 from depthmix.models import StoredModel, open_model
 from depthmix.nn import Transformer
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from depthmix.train.launch import Launch, launch
 from depthmix.train.optim import make_optimizers
 from depthmix.train.start import check_memory, check_tokenizer, freeze, load_start

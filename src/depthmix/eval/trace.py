@@ -16,7 +16,7 @@ from depthmix.infer.text import TextStream
 from depthmix.models import StoredModel, begin_document
 from depthmix.nn import Transformer
 from depthmix.report.traces import FORMAT, VERSION
-from depthmix.rundir import collect_provenance
+from depthmix.runs.folder import collect_provenance
 from depthmix.world import choose_device
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """A trained model ⇄ a folder that transformers opens: configuration, weights, tokenizer.
 
 Weights are safetensors, and nothing in a folder is run when it is read. Knows nothing of where a
-run keeps its files but what `rundir` and `checkpoint` tell.
+run keeps its files but what `runs` and `checkpoint` tell.
 """
 
 import json
@@ -21,7 +21,7 @@ from depthmix.hf.model import DepthmixForCausalLM
 from depthmix.models.chat import Chat, find_chat
 from depthmix.models.write import UNFINISHED, fill_folder, write_run
 from depthmix.nn import Transformer
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 
 if TYPE_CHECKING:
     import tokenizers

@@ -20,7 +20,7 @@ from depthmix.models import foreign
 from depthmix.models.chat import Chat, find_chat, read_chat
 from depthmix.models.vocabulary import Vocabulary, find_vocabulary, read_folder, read_vocabulary
 from depthmix.nn import Transformer
-from depthmix.rundir import RunDir, tell_run_nearby
+from depthmix.runs.folder import RunDir, tell_run_nearby
 
 EXPECTED = "the folder of a run, of one of its checkpoints, or of a Hugging Face model"
 

@@ -14,7 +14,7 @@ from depthmix.config import ModelConfig, RunConfig, fields
 from depthmix.models.open import StoredModel, open_model
 from depthmix.models.vocabulary import find_end
 from depthmix.models.write import write_run
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 
 # the gate is 1 + tanh(0) whatever the router reads, and what it reads is of one size: the residual
 # stream of SmolLM2 reaches 22,814

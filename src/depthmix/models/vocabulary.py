@@ -14,7 +14,7 @@ from depthmix.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 from depthmix.data.tokenizer import TOKENIZER_FILE, find_end_token, load_tokenizer
 from depthmix.files import hash_file
 from depthmix.models.foreign import CONFIG_FILE, OWN_KIND, read_tree
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 
 if TYPE_CHECKING:
     import tokenizers

@@ -19,7 +19,7 @@ from depthmix.config import RunConfig
 from depthmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from depthmix.files import hash_file
 from depthmix.models.chat import Chat, write_chat
-from depthmix.rundir import RunDir, collect_provenance
+from depthmix.runs.folder import RunDir, collect_provenance
 
 # where the files of a folder are until all of them are there
 UNFINISHED = ".new"

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from depthmix import flops
 from depthmix.config import STRATEGIES, ModelConfig, Recipe, RunConfig
-from depthmix.rundir import RunDir
 from depthmix.runs import RunSummary, list_runs
+from depthmix.runs.folder import RunDir
 
 BUDGET_TOLERANCE = 0.02
 """Budgets so close, as a share, are one: a run spends whole steps."""

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from depthmix.config import RunConfig
 from depthmix.config.fields import flatten
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from depthmix.sweep.plan import PlannedRun
 
 LOG = "log.txt"

@@ -23,7 +23,7 @@ from depthmix.data.default import find_cache, prepare_default
 from depthmix.data.progress import show_progress
 from depthmix.models import StoredModel, open_model
 from depthmix.models.chat import write_chat
-from depthmix.rundir import RunDir, State, collect_provenance, name_run
+from depthmix.runs.folder import RunDir, State, collect_provenance, name_run
 from depthmix.train.log import READER_GONE
 from depthmix.train.loop import Ending, Trainer
 from depthmix.train.start import check_memory, check_tokenizer, open_corpus

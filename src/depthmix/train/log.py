@@ -23,7 +23,7 @@ from rich.text import Text
 from torch import Tensor
 
 from depthmix.files import replace_file
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 from depthmix.units import format_clock, format_number
 
 REFRESH_SECONDS = 0.25

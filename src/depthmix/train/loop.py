@@ -25,7 +25,7 @@ from depthmix.data.loader import Batch, Loader, prefetch
 from depthmix.data.shards import Corpus
 from depthmix.models import StoredModel
 from depthmix.nn import Transformer
-from depthmix.rundir import RunDir, State
+from depthmix.runs.folder import RunDir, State
 from depthmix.train import parallel
 from depthmix.train.anneal import Annealer
 from depthmix.train.batches import TokenBatch, make_val_loader, move_batch, read_val_batches

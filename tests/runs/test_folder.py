@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from depthmix.rundir import MAX_DEPTH, RunDir, collect_provenance, find_runs, name_run
+from depthmix.runs.folder import MAX_DEPTH, RunDir, collect_provenance, find_runs, name_run
 
 CONFIG = '[model]\nwidth = 64\n\n[train]\nnum_steps = 10\ntitle = "größer"\n'
 
@@ -285,7 +285,7 @@ def test_listing_runs_at_the_wrong_moment_refuses_nobody(
 
 def test_a_killed_process_holds_no_lock_and_tears_at_most_its_last_line(run: RunDir) -> None:
     script = f"""
-        from depthmix.rundir import RunDir
+        from depthmix.runs.folder import RunDir
         run = RunDir.open({str(run.path)!r})
         with run.lock():
             for step in range(10**9):

@@ -1,6 +1,6 @@
 """Runs as a table: what each is, how far it came, and how good it is.
 
-Reads run folders through `rundir`; knows no torch.
+Reads run folders through `folder`; knows no torch.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from depthmix import flops
 from depthmix.config import ModelConfig
-from depthmix.rundir import RunDir, find_runs
+from depthmix.runs.folder import RunDir, find_runs
 from depthmix.units import format_power
 
 if TYPE_CHECKING:
