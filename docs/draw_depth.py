@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from depthmix.data.manifest import read_manifest
 from depthmix.models import open_model
 from depthmix.report.figures import COLORS, INK, PALE
-from depthmix.rundir import RunDir
+from depthmix.runs.folder import RunDir
 
 
 def read_text(run: RunDir, num_tokens: int) -> list[int]:
