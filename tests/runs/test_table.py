@@ -9,8 +9,8 @@ from rich.console import Console
 
 from depthmix import flops
 from depthmix.config import ModelConfig
-from depthmix.runs.folder import RunDir
 from depthmix.runs import RunSummary, list_runs, print_runs, to_json
+from depthmix.runs.folder import RunDir
 
 MODEL = ModelConfig(vocab_size=128, num_layers=2, width=32, num_heads=2, max_seq_len=64)
 CONFIG = f"[model]\n{MODEL.to_toml().replace('[', '[model.')}\n[train]\nnum_steps = 10\n"
