@@ -30,8 +30,14 @@ ModelPath = Annotated[
     Path,
     typer.Argument(help="A run, a checkpoint, or a Hugging Face folder.", metavar="RUN|DIR"),
 ]
-
-
+Fields = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="FIELD=VALUE", help="Fields to change.", show_default=False),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(help="A folder made by 'prepare'; Python's standard library if empty."),
+]
 Checkpoint = Annotated[
     str | None, typer.Option(help="best, newest, or a step; the best if it is known.")
 ]
@@ -122,13 +128,18 @@ def read_length(overrides: Mapping[str, str]) -> int | None:
     return int(length) if length.isdecimal() else None
 
 
-def read_text(file: str) -> str:
-    """The text of a file, or of stdin."""
+def read_file(option: str, file: str) -> str:
+    """The text of a file that an option names, or of stdin."""
     data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     try:
-        found = data.decode()
+        return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"--text {file} is not text in UTF-8: {error.reason}") from error
+        raise ValueError(f"{option} {file} is not text in UTF-8: {error.reason}") from error
+
+
+def read_text(file: str) -> str:
+    """The text that --text names; there has to be some."""
+    found = read_file("--text", file)
     if not found:
         raise ValueError(f"--text {file} is empty: give a text with at least one character")
     return found

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli.arguments import Device, app
+from depthmix.cli.arguments import Data, Device, app
 
 
 @app.command()
@@ -14,10 +14,7 @@ def demo(
         str, typer.Option(help="A preset or .toml file with routed blocks.", metavar="MODEL")
     ] = "demo",
     flops: Annotated[float, typer.Option(help="Compute for each model.")] = 1e13,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="A folder made by 'prepare'; Python's standard library if empty."),
-    ] = None,
+    data: Data = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for both runs; runs/MODEL-TIME if empty.")
     ] = None,

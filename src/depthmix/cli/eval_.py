@@ -13,6 +13,7 @@ from depthmix.cli.arguments import (
     TokenizerPlace,
     app,
     check_device,
+    read_text,
     tell_missing,
 )
 
@@ -140,8 +141,6 @@ def read_stream(
     from depthmix.eval.texts import read_corpus, read_texts
 
     if texts:
-        from depthmix.cli.arguments import read_text
-
         return read_texts([read_text(file) for file in texts], *model.vocabulary, max_tokens)
     from depthmix.data.shards import Corpus
 

@@ -4,7 +4,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +16,7 @@ from depthmix.cli.arguments import (
     TokenizerPlace,
     app,
     check_device,
+    read_file,
 )
 
 MAX_BATCH = 8
@@ -155,11 +155,7 @@ def read_prompts(prompts: list[str] | None, file: str | None) -> list[str]:
     """All prompts; one without text where there are none."""
     texts = list(prompts or [])
     if file is not None:
-        try:
-            data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-            texts.append(data.decode())
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--file {file} is not text in UTF-8: {error.reason}") from error
+        texts.append(read_file("--file", file))
     return texts or [""]
 
 

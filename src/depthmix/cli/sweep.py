@@ -12,6 +12,7 @@ import typer
 
 from depthmix.cli.arguments import (
     FIELDS_ALLOWED,
+    Data,
     Device,
     RunFieldsCommand,
     app,
@@ -47,10 +48,7 @@ def sweep(
     out: Annotated[
         Path | None, typer.Option(help="Folder for all runs; runs/PLAN-SIZE if empty.")
     ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="A folder made by 'prepare'; Python's standard library if empty."),
-    ] = None,
+    data: Data = None,
     jobs: Annotated[
         int | None, typer.Option(help="Runs at once: 1 on this machine if empty, all with --slurm.")
     ] = None,

@@ -11,7 +11,9 @@ import typer
 
 from depthmix.cli.arguments import (
     FIELDS_ALLOWED,
+    Data,
     Device,
+    Fields,
     RunFieldsCommand,
     app,
     check_device,
@@ -22,10 +24,7 @@ from depthmix.cli.arguments import (
 
 @app.command(cls=RunFieldsCommand, context_settings=FIELDS_ALLOWED)
 def train(
-    fields: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="FIELD=VALUE", help="Fields to change.", show_default=False),
-    ] = None,
+    fields: Fields = None,
     preset: Annotated[
         str | None, typer.Option(help="A preset or .toml file; 'demo' if empty.", metavar="MODEL")
     ] = None,
@@ -37,10 +36,7 @@ def train(
             metavar="FILE",
         ),
     ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="A folder made by 'prepare'; Python's standard library if empty."),
-    ] = None,
+    data: Data = None,
     steps: Annotated[int | None, typer.Option(help="Stop after so many steps.")] = None,
     tokens: Annotated[float | None, typer.Option(help="Stop after so many tokens.")] = None,
     flops: Annotated[

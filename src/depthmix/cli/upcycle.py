@@ -9,9 +9,11 @@ import typer
 
 from depthmix.cli.arguments import (
     FIELDS_ALLOWED,
+    Fields,
     FieldsCommand,
     app,
     check_device,
+    read_text,
     split_arguments,
 )
 
@@ -31,10 +33,7 @@ def upcycle(
         ),
     ],
     out: Annotated[Path, typer.Option(help="The new run's folder.", metavar="RUN")],
-    fields: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="FIELD=VALUE", help="Fields to change.", show_default=False),
-    ] = None,
+    fields: Fields = None,
     capacity: Annotated[
         str, typer.Option(help="Share of tokens that a routed block keeps; a list; a schedule.")
     ] = "0.125",
@@ -116,7 +115,6 @@ def choose_blocks(
     """The blocks that some text misses least, with a bar while they are looked for."""
     from rich.console import Console
 
-    from depthmix.cli.arguments import read_text
     from depthmix.eval.blocks import find_least_blocks
     from depthmix.eval.texts import read_texts
     from depthmix.progress import show_bar
