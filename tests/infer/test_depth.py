@@ -1,5 +1,7 @@
+from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -8,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from depthmix.config import ModelConfig, RoutingConfig
 from depthmix.flops import count_parts
 from depthmix.infer import Engine, SamplingParams
-from depthmix.infer.depth import Depth, DepthMeter, Usage, join_depths
+from depthmix.infer.depth import Depth, DepthMeter, Path, Paths, Trail, Usage, join_depths
 from depthmix.nn import Output, Transformer
 from variants import causal_cases, make_config, make_model, make_tokens
 
@@ -52,21 +54,36 @@ def use(visits: tuple[int, int], num_pairs: int) -> Usage:
     )
 
 
+class Counted:
+    """One sample of a meter, as the engine counts it."""
+
+    def __init__(self, meter: DepthMeter) -> None:
+        self.meter, self.slot, self.trail = meter, meter.open(), Trail()
+
+    def add(self, start: int, paths: Sequence[Path], used: Usage, *, num_logits: int) -> None:
+        starts, counts, logits = np.array([[start], [len(paths)], [num_logits]])
+        self.meter.add([self.slot], starts, counts, logits, np.array([used]))
+        self.trail.add(start, len(paths), b"".join(map(bytes, paths)))
+
+    def read(self) -> Depth:
+        return self.meter.read(self.slot, self.trail.read())
+
+
 def test_an_example_by_hand() -> None:
     """Three tokens of a prompt, the first and the last through the routed block; then one more."""
-    meter = DepthMeter(SMALL)
+    sample = Counted(DepthMeter(SMALL))
     blocks = ((True,), (False,), (True,))
     # pairs: 1 + 2 + 3 in the plain block, 1 + 2 in the other
-    meter.add(0, blocks, use((3, 2), 6 + 3), num_logits=1)
+    sample.add(0, blocks, use((3, 2), 6 + 3), num_logits=1)
     weights = 3 * BLOCK + 2 * BLOCK + (3 + 2) * ROUTER + 3 * PREDICTOR + HEAD
     flops = 2 * weights + (6 + 3) * PAIR
     dense = 2 * (6 * BLOCK + HEAD) + 2 * 6 * PAIR
-    assert meter.read() == Depth(blocks, flops, dense, num_visits=5, num_visits_dense=6)
+    assert sample.read() == Depth(blocks, flops, dense, num_visits=5, num_visits_dense=6)
 
-    meter.add(3, [(False,)], use((1, 0), 4), num_logits=1)
+    sample.add(3, [(False,)], use((1, 0), 4), num_logits=1)
     flops += 2 * (BLOCK + ROUTER + PREDICTOR + HEAD) + 4 * PAIR
     dense += 2 * (2 * BLOCK + HEAD) + 2 * 4 * PAIR
-    depth = meter.read()
+    depth = sample.read()
     assert depth == Depth((*blocks, (False,)), flops, dense, num_visits=6, num_visits_dense=8)
     assert depth.share_executed == 6 / 8
     assert depth.share_saved == pytest.approx((dense - flops) / dense)
@@ -74,11 +91,12 @@ def test_an_example_by_hand() -> None:
 
 
 def test_tokens_that_are_computed_again_cost_again_and_take_the_same_way() -> None:
-    once, twice = DepthMeter(SMALL), DepthMeter(SMALL)
+    meter = DepthMeter(SMALL)
+    once, twice = Counted(meter), Counted(meter)
     paths = [(True,), (False,), (True,), (True,)]
-    for meter in (once, twice):
-        meter.add(0, paths, use((4, 3), 10 + 6), num_logits=1)
-    # preempted, and begun anew in other chunks that go beyond what was there
+    for sample in (once, twice):
+        sample.add(0, paths, use((4, 3), 10 + 6), num_logits=1)
+    # preempted, and started again in other chunks that go beyond what was there
     twice.add(0, paths[:3], use((3, 2), 6 + 3), num_logits=0)
     twice.add(3, [paths[3], (False,)], use((2, 1), 9 + 3), num_logits=1)
     assert once.read().blocks == tuple(paths)
@@ -88,9 +106,42 @@ def test_tokens_that_are_computed_again_cost_again_and_take_the_same_way() -> No
 
 
 def test_nothing_was_computed() -> None:
-    depth = DepthMeter(SMALL).read()
+    depth = Counted(DepthMeter(SMALL)).read()
     assert depth == Depth((), 0, 0, 0, 0)
     assert (depth.share_saved, depth.share_executed) == (0.0, 1.0)
+
+
+def test_a_step_is_added_to_each_of_its_samples() -> None:
+    """Many at a time cost the same as one by one, and a slot is empty when it is reused."""
+    meter, numbers = DepthMeter(SMALL), range(40)
+    together, alone = ([Counted(meter) for _ in numbers] for _ in range(2))
+    assert len({sample.slot for sample in (*together, *alone)}) == 80
+    uses = [use((n + 1, n % 3), n * n) for n in numbers]
+    slots, counts = [sample.slot for sample in together], np.arange(40) + 1
+    meter.add(slots, np.arange(40) * 2, counts, counts % 2, np.array(uses))
+    for n, sample in zip(numbers, alone, strict=True):
+        sample.add(2 * n, [(True,)] * (n + 1), uses[n], num_logits=(n + 1) % 2)
+    for one, other in zip(together, alone, strict=True):
+        assert one.read()[1:] == other.read()[1:]
+        assert one.read().flops > 0
+    for sample in (*together, *alone):
+        meter.close(sample.slot)
+    assert Counted(meter).read() == Depth((), 0, 0, 0, 0)
+
+
+def test_paths_read_as_tuples() -> None:
+    paths = Paths(bytes([1, 0, 0, 1, 1, 1]), 3)
+    truth = ((True, False), (False, True), (True, True))
+    assert tuple(paths) == truth
+    assert paths == truth
+    assert truth == paths
+    assert paths != truth[:2]
+    assert (paths[0], paths[-1], paths[1:]) == (truth[0], truth[-1], truth[1:])
+    assert hash(paths) == hash(truth)
+    assert len(Paths(b"", 4)) == 4
+    assert Paths(b"", 2) == ((), ())
+    with pytest.raises(IndexError):
+        paths[3]
 
 
 def test_joining() -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from depthmix.infer import Engine, Event, Sample, SamplingParams
 from depthmix.infer.engine import count_pages
-from depthmix.infer.paths.plain import Done, Runner
-from depthmix.infer.steps import Work
+from depthmix.infer.paths.plain import Done, Runner, Work
 from depthmix.nn import Transformer
 from variants import make_config, make_model, make_tokens
 

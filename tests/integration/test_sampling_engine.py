@@ -16,9 +16,8 @@ from torch import Tensor
 
 from depthmix.infer import Engine, Event, Sample, SamplingParams
 from depthmix.infer.pages import Stored
-from depthmix.infer.paths.plain import Done, Runner
-from depthmix.infer.scheduler import Chunk
-from depthmix.infer.steps import Work
+from depthmix.infer.paths.plain import Done, Runner, Work
+from depthmix.infer.scheduler import Chunks
 from depthmix.nn import Cache, Output, Transformer
 from depthmix.nn.depth import MixtureOfDepths
 from variants import causal_cases, make_config, make_model, make_tokens
@@ -86,7 +85,7 @@ class Watcher:
                     self.logits[work.chunk.key].append(outcome.logits.clone())
             return done
 
-        def watch_settle(chunks: Sequence[Chunk], stored: Stored) -> None:
+        def watch_settle(chunks: Chunks, stored: Stored) -> None:
             settle(chunks, stored)
             for chunk in chunks:
                 lengths = pages.lengths[chunk.row].tolist()

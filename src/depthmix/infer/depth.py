@@ -4,15 +4,16 @@ Attention counts the (query, key) pairs that causal order leaves, and the head t
 logits were asked for. Knows nothing of torch.
 """
 
-from collections.abc import Sequence
-from copy import copy
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, overload
+
+import numpy as np
 
 from depthmix.config import ModelConfig
 from depthmix.flops import list_blocks, matrix_sizes
 
-# what was used is added up once there is so much of it: many numbers at a time cost less each
-MOST_USES = 256
+Path = tuple[bool, ...]
+"""Which routed blocks a token went through, in order."""
 
 
 class Usage(NamedTuple):
@@ -34,10 +35,70 @@ class Usage(NamedTuple):
     """(token, expert) pairs that experts computed."""
 
 
+class Paths(Sequence[Path]):
+    """The paths of some tokens, one byte for each routed block: few users look at all of them."""
+
+    def __init__(self, taken: bytes, num_tokens: int) -> None:
+        self.taken, self.num_tokens = taken, num_tokens
+        self.num_routes = len(taken) // num_tokens if num_tokens else 0
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    @overload
+    def __getitem__(self, index: int) -> Path: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Path, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Path | tuple[Path, ...]:
+        numbers = range(self.num_tokens)[index]
+        if isinstance(numbers, int):
+            return self._read(numbers)
+        return tuple(map(self._read, numbers))
+
+    def __iter__(self) -> Iterator[Path]:
+        return map(self._read, range(self.num_tokens))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"Paths of {self.num_tokens} tokens through {self.num_routes} routed blocks"
+
+    def _read(self, number: int) -> Path:
+        begin = number * self.num_routes
+        return tuple(map(bool, self.taken[begin : begin + self.num_routes]))
+
+
+class Trail:
+    """The paths of a sample's tokens while they are computed."""
+
+    def __init__(self) -> None:
+        self.taken, self.num_tokens = bytearray(), 0
+
+    def add(self, start: int, count: int, taken: bytes) -> None:
+        """Tokens from position `start` on took these paths, a byte for each routed block.
+
+        Tokens that are computed again after a preemption take the same paths as before.
+        """
+        num_known, self.num_tokens = self.num_tokens, max(self.num_tokens, start + count)
+        if num_known > start:
+            taken = taken[min(count, num_known - start) * (len(taken) // count) :]
+        self.taken += taken
+
+    def read(self) -> Paths:
+        """All of them so far."""
+        return Paths(bytes(self.taken), self.num_tokens)
+
+
 class Depth(NamedTuple):
     """Where a sequence's compute went."""
 
-    blocks: tuple[tuple[bool, ...], ...]
+    blocks: Sequence[Path]
     """For every token that was computed, the prompt's first: which routed blocks it went through,
     in order."""
     flops: int
@@ -68,7 +129,7 @@ def join_depths(depths: Sequence[Depth]) -> Depth:
 
 
 class DepthMeter:
-    """Adds up one sequence's compute."""
+    """Adds up the compute of samples: each has a slot, and a step is added to all of its slots."""
 
     def __init__(self, config: ModelConfig, selector: str | None = None) -> None:
         sizes, blocks = matrix_sizes(config), list(list_blocks(config))
@@ -87,37 +148,48 @@ class DepthMeter:
             + num_expert_blocks * (sizes.expert_router + sizes.expert_predictor)
             + places * sizes.expert
         )
-        self.paths: list[tuple[bool, ...]] = []
-        # what FLOPs are made of, all tokens together
-        self._uses = [Usage(0, 0, 0, 0, 0, 0, 0)]
-        self.num_tokens = self.num_logits = self.num_dense_pairs = 0
+        # by slot: what `Usage` has, then tokens, logits, and the pairs of a dense model
+        self._sums = np.zeros((0, len(Usage._fields) + 3), dtype=np.int64)
+        self._free_slots: list[int] = []
 
-    def copy(self) -> "DepthMeter":
-        """A new one for the same model, to which nothing was added."""
-        other = copy(self)
-        other.paths, other._uses = [], [Usage(0, 0, 0, 0, 0, 0, 0)]
-        return other
+    def open(self) -> int:
+        """A slot for a new sample."""
+        if not self._free_slots:
+            num_slots = len(self._sums)
+            num_more = max(16, num_slots)
+            self._sums = np.concatenate(
+                [self._sums, np.zeros_like(self._sums, shape=(num_more, self._sums.shape[1]))]
+            )
+            self._free_slots = list(range(num_slots + num_more - 1, num_slots - 1, -1))
+        return self._free_slots.pop()
+
+    def close(self, slot: int) -> None:
+        """Nobody reads this slot any more."""
+        self._sums[slot] = 0
+        self._free_slots.append(slot)
 
     def add(
-        self, start: int, paths: Sequence[tuple[bool, ...]], used: Usage, *, num_logits: int
+        self,
+        slots: Sequence[int],
+        start: np.ndarray,
+        count: np.ndarray,
+        num_logits: np.ndarray,
+        used: np.ndarray,
     ) -> None:
-        """Tokens from position `start` on were computed, one for each of `paths`."""
-        count, num_known = len(paths), len(self.paths)
-        # tokens that are computed again after a preemption take the same way
-        self.paths += paths if num_known == start else paths[max(0, num_known - start) :]
-        self._uses.append(used)
-        if len(self._uses) == MOST_USES:
-            self._uses = [self._add_up()]
-        self.num_tokens += count
-        self.num_logits += num_logits
-        self.num_dense_pairs += self.num_layers * count * (2 * start + count + 1) // 2
+        """Tokens from position `start` on were computed, `count` of them, for each slot.
 
-    def _add_up(self) -> Usage:
-        return Usage(*[sum(column) for column in zip(*self._uses, strict=True)])
+        `used` has the numbers of a `Usage` in each row; no slot comes twice.
+        """
+        sums = np.empty((len(slots), self._sums.shape[1]), dtype=np.int64)
+        sums[:, :-3] = used
+        sums[:, -3], sums[:, -2] = count, num_logits
+        sums[:, -1] = self.num_layers * count * (2 * start + count + 1) // 2
+        self._sums[slots] += sums
 
-    def read(self) -> Depth:
-        """What was added so far."""
-        used, sizes, count = self._add_up(), self.sizes, self.num_tokens
+    def read(self, slot: int, paths: Sequence[Path]) -> Depth:
+        """What was added to a slot so far, of a sample whose tokens took these paths."""
+        *numbers, count, num_logits, num_dense_pairs = self._sums[slot].tolist()
+        used, sizes = Usage(*numbers), self.sizes
         weights = used.num_visits * (sizes.query + sizes.out) + used.num_stored * sizes.key_value
         weights += (used.num_visits - used.num_expert_visits) * sizes.mlp
         weights += used.num_expert_visits * (sizes.expert_router + sizes.expert_predictor)
@@ -127,12 +199,11 @@ class DepthMeter:
         num_scored += used.num_routed_stored if self.decoupled else 0
         weights += num_scored * sizes.depth_router
         weights += count * self.num_deciders * sizes.depth_predictor
-        head = self.num_logits * sizes.head
+        head = num_logits * sizes.head
         return Depth(
-            blocks=tuple(self.paths),
+            blocks=paths,
             flops=2 * (weights + head) + used.num_pairs * self.pair_flops,
-            dense_flops=2 * (count * self.dense_weights + head)
-            + self.num_dense_pairs * self.pair_flops,
+            dense_flops=2 * (count * self.dense_weights + head) + num_dense_pairs * self.pair_flops,
             num_visits=used.num_visits,
             num_visits_dense=count * self.num_layers,
         )

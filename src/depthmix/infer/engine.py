@@ -12,16 +12,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from depthmix.config import ModelConfig
-from depthmix.infer.depth import DepthMeter
+from depthmix.infer.depth import DepthMeter, Path
 from depthmix.infer.pages import Pages
 from depthmix.infer.paths.plain import Runner, find_obstacle
 from depthmix.infer.results import Event, Finish, Result, Sample, Stats
 from depthmix.infer.sampling import SamplingParams
-from depthmix.infer.scheduler import Chunk, Scheduler
-from depthmix.infer.steps import Flight, Outcome, Report, StepRunner, Work
+from depthmix.infer.scheduler import Plan, Scheduler
+from depthmix.infer.steps import Flight, Report, StepRunner
 from depthmix.infer.text import TextStream
 from depthmix.infer.track import Track
 from depthmix.nn import Transformer
@@ -35,6 +36,8 @@ CHUNK_CPU, CHUNK_GPU = 512, 2048
 CACHE_MARGIN = 1.25
 # tokens that rows have room for beyond the next step: their books need not be kept at every one
 PAGES_AHEAD = 4
+# paths through the routed blocks that are remembered; a model of many blocks has more than memory
+MOST_PATHS = 1 << 16
 # of the memory that is free on a GPU, where nobody says how large the cache is
 CACHE_SHARE = 0.5
 
@@ -46,7 +49,7 @@ Prompt = Any
 class _Step(NamedTuple):
     """A step that is under way."""
 
-    chunks: list[Chunk]
+    plan: Plan
     flight: Flight
 
 
@@ -136,6 +139,7 @@ class Engine:
         self._random = random.Random(seed)
         self._meter = DepthMeter(config, chosen)
         self._tracks: dict[int, Track] = {}
+        self._paths = _KnownPaths()
         self._steps: deque[_Step] = deque()
         # the first for the books, the second for whoever steps
         self._lock, self._stepping = threading.RLock(), threading.Lock()
@@ -185,16 +189,16 @@ class Engine:
             try:
                 with self._lock:
                     while len(self._steps) < self.runner.depth:
-                        chunks = self.scheduler.plan()
-                        if not chunks:
+                        plan = self.scheduler.plan()
+                        if not plan:
                             break
-                        self._start(chunks)
+                        self._start(plan)
                 if not self._steps:
                     return []
                 # others may add and cancel meanwhile
                 report = self._steps[0].flight.wait()
                 with self._lock:
-                    return self._settle(self._steps.popleft().chunks, report)
+                    return self._settle(self._steps.popleft().plan, report)
             except BaseException:
                 with self._lock:
                     self._abandon()
@@ -248,6 +252,7 @@ class Engine:
     def _add(self, tokens: list[int], params: SamplingParams | None) -> int:
         params = SamplingParams() if params is None else params
         max_new = self._check(tokens, params)
+        prompt = np.array(tokens, dtype=np.int32)
         with self._lock:
             if not self._tracks:
                 self.runner.check_weights()
@@ -261,10 +266,11 @@ class Engine:
                     number=number,
                     params=params,
                     seed=_wrap(seed + number * SEED_STRIDE),
+                    prompt=prompt,
                     tokens=list(tokens),
                     num_prompt=len(tokens),
                     max_new=max_new,
-                    meter=self._meter.copy(),
+                    slot=self._meter.open(),
                     stream=TextStream(self.decode, params.stop) if self.decode else None,
                     seen=self.runner.mark_seen(tokens, params),
                 )
@@ -303,73 +309,93 @@ class Engine:
     def _own_steps(self) -> "_Alone":
         return _Alone(self._stepping)
 
-    def _start(self, chunks: list[Chunk]) -> None:
-        works = []
-        for chunk in chunks:
-            track = self._tracks[chunk.key]
-            # none where a step that is under way has yet to draw it
-            tokens = track.tokens[chunk.start : chunk.start + chunk.count]
-            works.append(Work(chunk, tokens, track.make_wish() if chunk.samples else None))
-        self.scheduler.start(chunks)
+    def _start(self, plan: Plan) -> None:
+        tracks = [self._tracks[key] for key in plan.key.tolist()]
+        self.scheduler.start(plan)
         try:
-            flight = self.runner.launch(works)
+            flight = self.runner.launch(plan, tracks)
         except BaseException:
-            self._take_back(chunks)
+            self._take_back(plan)
             raise
-        self._steps.append(_Step(chunks, flight))
+        self._steps.append(_Step(plan, flight))
 
-    def _settle(self, chunks: list[Chunk], report: Report) -> list[Event]:
-        self.scheduler.settle(chunks, report.stored)
+    def _settle(self, plan: Plan, report: Report) -> list[Event]:
+        self.scheduler.settle(plan, report.stored)
         self._peak_pages = max(self._peak_pages, self.pages.num_used)
-        events = []
-        for chunk, outcome in zip(chunks, report.outcomes, strict=True):
-            key, _, start, _, samples = chunk
-            track = self._tracks.get(key)
-            if track is None:
-                # it ended while the step was under way
-                continue
-            track.meter.add(start, outcome.paths, outcome.used, num_logits=samples)
-            if samples:
-                events.append(self._take(key, track, outcome))
+        tracks = [self._tracks.get(key) for key in plan.key.tolist()]
+        self._count(plan, report, tracks)
+        events: list[Event] = []
+        # whose tokens go on
+        alive: list[int] = []
+        columns = (plan.key.tolist(), plan.start.tolist(), plan.count.tolist(), tracks, *report[:4])
+        try:
+            for key, start, count, track, token, logprob, top, taken in zip(*columns, strict=True):
+                if track is None:
+                    # it ended while the step was under way
+                    continue
+                track.trail.add(start, count, taken)
+                if token is None:
+                    continue
+                path = self._paths[taken if count == 1 else taken[-(len(taken) // count) :]]
+                try:
+                    text, finish = track.take(token, logprob, top)
+                except Exception as error:
+                    # its own affair: the others go on
+                    events.append(self._finish(key, token, "", path, "failed", error))
+                    continue
+                if finish is not None:
+                    events.append(self._finish(key, token, text, path, finish))
+                    continue
+                alive.append(key)
+                events.append(Event(track.request, track.number, token, text, path, None))
+        finally:
+            self.scheduler.append(*alive)
         return events
+
+    def _count(self, plan: Plan, report: Report, tracks: Sequence[Track | None]) -> None:
+        """Add a step to what its samples used."""
+        columns = (plan.start, plan.count, plan.samples, report.used)
+        if None in tracks:
+            there = [number for number, track in enumerate(tracks) if track is not None]
+            columns = tuple(column[there] for column in columns)
+        slots = [track.slot for track in tracks if track is not None]
+        self._meter.add(slots, *columns)
 
     def _abandon(self) -> None:
         """Take back all steps that are under way, the newest first."""
         while self._steps:
-            self._take_back(self._steps.pop().chunks)
+            self._take_back(self._steps.pop().plan)
         self.runner.forget()
 
-    def _take_back(self, chunks: list[Chunk]) -> None:
-        for chunk in chunks:
+    def _take_back(self, plan: Plan) -> None:
+        for chunk in plan:
             self.scheduler.abandon(chunk, restart=not self.runner.can_retry)
-
-    def _take(self, key: int, track: Track, outcome: Outcome) -> Event:
-        """A sequence has a new token: tell it, and see whether it was the last."""
-        path, token = outcome.paths[-1], outcome.token
-        assert token is not None
-        try:
-            text, finish = track.take(token, outcome.logprob, outcome.top)
-        except Exception as error:
-            # its own affair: the others go on
-            return self._finish(key, token, "", path, "failed", error)
-        if finish is not None:
-            return self._finish(key, token, text, path, finish)
-        self.scheduler.append(key)
-        return Event(track.request, track.number, token, text, path, None)
 
     def _finish(
         self,
         key: int,
         token: int | None,
         text: str,
-        path: tuple[bool, ...],
+        path: Path,
         finish: Finish,
         error: Exception | None = None,
     ) -> Event:
         track = self._tracks.pop(key)
         self.scheduler.remove(key)
-        rest, result = track.end(finish, error)
+        depth = self._meter.read(track.slot, track.trail.read())
+        self._meter.close(track.slot)
+        rest, result = track.end(finish, depth, error)
         return Event(track.request, track.number, token, text + rest, path, result)
+
+
+class _KnownPaths(dict[bytes, Path]):
+    """Paths through the routed blocks by their bytes; most tokens share theirs with others."""
+
+    def __missing__(self, taken: bytes) -> Path:
+        if len(self) > MOST_PATHS:
+            self.clear()
+        path = self[taken] = tuple(map(bool, taken))
+        return path
 
 
 class _Alone:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+Rows = np.ndarray | Sequence[int]
 # by row and layer
 Stored = np.ndarray | Sequence[Sequence[int]]
 
@@ -79,9 +80,9 @@ class Pages:
         self.tables = np.zeros((num_layers, num_rows, self.most), dtype=np.int32)
         self.counts = np.zeros((num_rows, num_layers), dtype=np.int64)
         self.lengths = np.zeros((num_rows, num_layers), dtype=np.int64)
-        self.promised = [0] * num_rows
+        self.promised = np.zeros(num_rows, dtype=np.int64)
         """Tokens of each row whose steps are under way."""
-        self.room = [0] * num_rows
+        self.room = np.zeros(num_rows, dtype=np.int64)
         """Tokens that fit behind those in every layer of each row without a new page."""
         # one more, which nobody gets: whoever looks for free neighbours stops there
         self._owned = bytearray(num_pages + 1)
@@ -130,7 +131,7 @@ class Pages:
         self._extend([row], missing, spares)
         return True
 
-    def reserve_all(self, rows: Sequence[int], num_tokens: int) -> bool:
+    def reserve_all(self, rows: Rows, num_tokens: int) -> bool:
         """The same for several rows and what is ahead of each, at once."""
         missing, spares = self._count_short(rows, num_tokens, self.ahead)
         if missing.sum() > self.num_free:
@@ -138,41 +139,37 @@ class Pages:
         self._extend(rows, missing, spares)
         return True
 
-    def promise(self, row: int, num_tokens: int) -> None:
-        """Note that a step with these reserved tokens is under way."""
-        assert num_tokens <= self.room[row], "tokens were promised without a reservation"
-        self.promised[row] += num_tokens
-        self.room[row] -= num_tokens
+    def promise(self, rows: Rows | int, num_tokens: Rows | int) -> None:
+        """Note that a step with these reserved tokens is under way; a row comes once."""
+        self.promised[rows] += num_tokens
+        self.room[rows] -= num_tokens
+        assert not np.count_nonzero(self.room[rows] < 0), (
+            "tokens were promised without a reservation"
+        )
 
-    def settle(
-        self,
-        rows: Sequence[int],
-        stored: Stored,
-        promised: Sequence[int] | None = None,
-    ) -> None:
+    def settle(self, rows: Rows, stored: Stored, promised: Rows | None = None) -> None:
         """Note that layer l of rows[i] stored `stored[i][l]` more tokens; a row comes once.
 
         They are out of `promised[i]` tokens that were under way. Pages that neither hold tokens nor
-        wait for promised ones, or for those ahead, go back.
+        wait for promised ones, or for those ahead, go back; but not one that was just taken for
+        those ahead, or a layer at the end of its page would take and return one all the time.
         """
-        if not rows:
+        if not len(rows):
             return
+        at = find_rows(rows)
         if promised is not None:
-            for row, count in zip(rows, promised, strict=True):
-                self.promised[row] -= count
-        at, left = find_rows(rows), np.array([self.promised[row] for row in rows])
+            self.promised[at] -= promised
         self.lengths[at] += stored
         spares = self.counts[at] * self.page_size
         spares -= self.lengths[at]
-        spares -= left[:, None]
+        spares -= self.promised[at][:, None]
         assert spares.min() >= 0, "tokens were stored without a reservation"
-        if spares.max() >= self.ahead + self.page_size:
-            extra = np.maximum(spares - self.ahead, 0) // self.page_size
+        many = 2 * self.ahead + self.page_size
+        if spares.max() >= many:
+            extra = np.where(spares >= many, spares - self.ahead, 0) // self.page_size
             spares -= extra * self.page_size
-            for number in np.flatnonzero(extra.any(axis=1)).tolist():
-                self._cut_tables(rows[number], self.counts[rows[number]] - extra[number])
-        for row, room in zip(rows, spares.min(axis=1).tolist(), strict=True):
-            self.room[row] = room
+            self._cut_tables(np.asarray(rows), extra)
+        self.room[at] = spares.min(axis=1)
 
     def withdraw(self, row: int, promised: int) -> None:
         """Note that a step that was under way stored nothing that counts."""
@@ -181,7 +178,7 @@ class Pages:
 
     def release(self, row: int) -> None:
         """Take everything back from a row: its layers are empty."""
-        self._cut_tables(row, np.zeros_like(self.counts[row]))
+        self._cut_tables(np.array([row]), self.counts[row][None])
         self.lengths[row] = 0
         self.promised[row] = self.room[row] = 0
 
@@ -211,11 +208,11 @@ class Pages:
         return Changes(places, self.tables.reshape(-1)[places])
 
     def _count_short(
-        self, rows: Sequence[int], num_tokens: int, ahead: int = 0
+        self, rows: Rows, num_tokens: int, ahead: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
         """By row and layer: pages that are missing for so many tokens, and tokens that fit."""
-        at, promised = find_rows(rows), np.array([self.promised[row] for row in rows])
-        behind = self.lengths[at] + promised[:, None]
+        at = find_rows(rows)
+        behind = self.lengths[at] + self.promised[at][:, None]
         spares = self.counts[at] * self.page_size - behind
         if ahead:
             # no further than tables reach
@@ -224,10 +221,10 @@ class Pages:
         missing = -((spares - num_tokens) // self.page_size)
         return np.maximum(missing, 0, out=missing), spares
 
-    def _extend(self, rows: Sequence[int], missing: np.ndarray, spares: np.ndarray) -> None:
+    def _extend(self, rows: Rows, missing: np.ndarray, spares: np.ndarray) -> None:
         """Take pages that are free."""
         number, layer = missing.nonzero()
-        row, count = np.array(rows)[number], missing[number, layer]
+        row, count = np.asarray(rows)[number], missing[number, layer]
         index = self.counts[row, layer]
         end = index + count
         assert (end <= self.most).all(), "a row has more tokens than the longest one"
@@ -245,9 +242,7 @@ class Pages:
             rest = np.stack([row, layer, index, count])[:, ~is_easy]
             for table in rest.T.tolist():
                 self._take_pages(*table)
-        rooms = (spares + missing * self.page_size).min(axis=1)
-        for own, room in zip(rows, rooms.tolist(), strict=True):
-            self.room[own] = room
+        self.room[find_rows(rows)] = (spares + missing * self.page_size).min(axis=1)
 
     def _take_pages(self, row: int, layer: int, index: int, count: int) -> None:
         """Write free pages into a table, the neighbours of its last page where those are free.
@@ -274,18 +269,25 @@ class Pages:
             table[index : index + stop - page] = np.arange(page, stop)
             index, page = index + stop - page, stop
 
-    def _cut_tables(self, row: int, kept: np.ndarray) -> None:
-        """Take the last pages of a row's tables back; layer l keeps `kept[l]`."""
-        counts = self.counts[row]
-        index = np.arange(counts.max())
-        gone = (index >= kept[:, None]) & (index < counts[:, None])
-        pages = self.tables[:, row, : len(index)][gone]
+    def _cut_tables(self, rows: np.ndarray, extra: np.ndarray) -> None:
+        """Take the last `extra[i, l]` pages of layer l of rows[i] back."""
+        number, layer = extra.nonzero()
+        row, count = rows[number], extra[number, layer]
+        kept = self.counts[row, layer] - count
+        # each table gives what follows those that it keeps
+        index = np.repeat(kept - (count.cumsum() - count), count)
+        index += np.arange(len(index))
+        pages = self.tables[np.repeat(layer, count), np.repeat(row, count), index]
         self._marks[pages] = 0
         self.num_free += len(pages)
-        self.counts[row] = kept
+        self.counts[row, layer] = kept
 
 
-def find_rows(rows: Sequence[int]) -> slice | np.ndarray:
+def find_rows(rows: Rows) -> slice | np.ndarray:
     """What picks these rows out of an array: where they are neighbours, without a copy."""
-    first, stop = rows[0], rows[0] + len(rows)
-    return slice(first, stop) if list(rows) == list(range(first, stop)) else np.array(rows)
+    first, stop = int(rows[0]), int(rows[0]) + len(rows)
+    if stop == first + 1:
+        return slice(first, stop)
+    rows = np.asarray(rows)
+    is_run = rows[-1] == stop - 1 and np.array_equal(rows, np.arange(first, stop))
+    return slice(first, stop) if is_run else rows

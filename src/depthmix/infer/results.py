@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from depthmix.infer.depth import Depth
+from depthmix.infer.depth import Depth, Path
 
 Finish = Literal["stop", "length", "cancelled", "failed"]
 
@@ -43,7 +43,7 @@ class Event(NamedTuple):
     """None where a sample ended without a new token."""
     text: str
     """What is certain now; empty while bytes of a character or a stop string may be under way."""
-    path: tuple[bool, ...]
+    path: Path
     """The routed blocks that the token before this one went through."""
     result: Sample | None
     """The whole sample where this is its end."""

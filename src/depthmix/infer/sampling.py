@@ -79,19 +79,6 @@ class SamplingParams:
         return self.temperature == 0 and self.repetition_penalty == 1 and self.logprobs is None
 
 
-class Wish(NamedTuple):
-    """How one sample's next token is drawn."""
-
-    params: SamplingParams
-    seed: int
-    step: int
-    """Index of the new token among the sample's own."""
-    tokens: Sequence[int]
-    """Of the prompt, then its own, as far as they are known."""
-    seen: Bool[Tensor, " V"] | None
-    """The same as a mask, where repetition is penalised and the runner does not keep one."""
-
-
 class Settings(NamedTuple):
     """What `sample` needs to know of every row."""
 

@@ -9,7 +9,7 @@ many tokens a sequence has, not which, and nothing of the model.
 """
 
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -30,30 +30,60 @@ class Chunk(NamedTuple):
     """The last token's logits give the sequence's next token."""
 
 
+@dataclass(slots=True, eq=False)
+class Plan:
+    """The chunks of a step, kept as columns.
+
+    A step of hundreds of rows is planned, filled in and settled by operations on whole columns:
+    the host has less than a millisecond for it.
+    """
+
+    key: np.ndarray
+    row: np.ndarray
+    start: np.ndarray
+    count: np.ndarray
+    samples: np.ndarray
+
+    @classmethod
+    def gather(cls, chunks: "Chunks") -> "Plan":
+        """The same chunks as columns."""
+        if isinstance(chunks, Plan):
+            return chunks
+        key, row, start, count, samples = np.array(chunks, dtype=np.int64).reshape(-1, 5).T
+        return cls(key, row, start, count, samples.astype(bool))
+
+    @property
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        return self.key, self.row, self.start, self.count, self.samples
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return map(Chunk._make, zip(*(c.tolist() for c in self.columns), strict=True))
+
+    def __getitem__(self, index: slice) -> "Plan":
+        return Plan(*(column[index] for column in self.columns))
+
+
+Chunks = Plan | Sequence[Chunk]
+
+
 # compared by identity: two sequences are never the same one
 @dataclass(slots=True, eq=False)
 class _Sequence:
+    """What stays the same while a sequence runs; what changes is kept by row."""
+
     key: int
     arrival: int
     num_prompt: int
     num_known: int
-    """Tokens of the prompt and tokens sampled so far."""
+    """Tokens of the prompt and tokens sampled so far, while it waits."""
     max_known: int
-    num_computed: int = 0
-    """Tokens whose keys and values are in the cache."""
-    num_started: int = 0
-    """The same once all steps that are under way are done."""
-    num_ahead: int = 0
-    """Tokens that steps under way will sample."""
     row: int | None = None
     num_needed: int = 0
     """Pages it had when it was preempted and those of its next token: with fewer it would soon be
     preempted again."""
-
-    @property
-    def num_expected(self) -> int:
-        """Tokens that are known once all steps that are under way are done."""
-        return min(self.num_known + self.num_ahead, self.max_known)
 
 
 def _get_arrival(sequence: _Sequence) -> int:
@@ -110,6 +140,20 @@ class Scheduler:
         # a heap: low rows first, so that a small batch is one at the front
         self._free_rows = list(range(max_rows))
         self._num_arrived = 0
+        # by row, of the sequence that has it
+        self._key = np.full(max_rows, -1)
+        self._num_prompt = np.zeros(max_rows, dtype=np.int64)
+        self._num_known = np.zeros(max_rows, dtype=np.int64)
+        """Tokens of the prompt and tokens sampled so far."""
+        self._max_known = np.zeros(max_rows, dtype=np.int64)
+        self._num_computed = np.zeros(max_rows, dtype=np.int64)
+        """Tokens whose keys and values are in the cache."""
+        self._num_started = np.zeros(max_rows, dtype=np.int64)
+        """The same once all steps that are under way are done."""
+        self._num_ahead = np.zeros(max_rows, dtype=np.int64)
+        """Tokens that steps under way will sample."""
+        # rows of those that run, in their order, until that changes
+        self._rows: np.ndarray | None = None
 
     @property
     def num_running(self) -> int:
@@ -140,11 +184,20 @@ class Scheduler:
         self._sequences[key] = sequence
         self._waiting.append(sequence)
 
-    def append(self, key: int) -> None:
-        """Note that a token was sampled: the sequence has one more to compute."""
-        sequence = self._sequences[key]
-        assert sequence.num_known < sequence.max_known, "pages were promised for max_new tokens"
-        sequence.num_known += 1
+    def append(self, *keys: int) -> None:
+        """Note that a token of each of these was sampled: they have one more to compute."""
+        rows = []
+        for key in keys:
+            sequence = self._sequences[key]
+            if sequence.row is None:
+                assert sequence.num_known < sequence.max_known, "pages were promised for max_new"
+                sequence.num_known += 1
+            else:
+                rows.append(sequence.row)
+        if rows:
+            self._num_known[rows] += 1
+            excess = self._num_known[rows] > self._max_known[rows]
+            assert not np.count_nonzero(excess), "pages were promised for max_new tokens"
 
     def remove(self, key: int) -> None:
         """Forget a sequence, finished or not, wherever it stands; an unknown key is fine."""
@@ -156,7 +209,7 @@ class Scheduler:
         else:
             self._stop(sequence)
 
-    def plan(self) -> list[Chunk]:
+    def plan(self) -> Plan:
         """Choose the chunks of the next step and reserve their pages; empty if nothing is to do.
 
         Sequences may be preempted on the way, but none that is in a step under way: the plan is
@@ -165,39 +218,34 @@ class Scheduler:
         try:
             return self._plan()
         except _BlockedError:
-            return []
+            return Plan.gather([])
 
-    def start(self, chunks: Sequence[Chunk]) -> None:
+    def start(self, chunks: Chunks) -> None:
         """Note that a planned step is under way: later plans count on what it will do."""
-        for chunk in chunks:
-            sequence = self._sequences[chunk.key]
-            sequence.num_started += chunk.count
-            sequence.num_ahead += chunk.samples
-            self.pages.promise(chunk.row, chunk.count)
+        plan = Plan.gather(chunks)
+        self._num_started[plan.row] += plan.count
+        self._num_ahead[plan.row] += plan.samples
+        self.pages.promise(plan.row, plan.count)
 
-    def settle(self, chunks: Sequence[Chunk], stored: Stored) -> None:
+    def settle(self, chunks: Chunks, stored: Stored) -> None:
         """Note that a step was computed: layer l stored `stored[i][l]` tokens of chunks[i].
 
         The chunk of a sequence that was removed in the meantime is ignored.
         """
-        numbers, rows, promised = [], [], []
-        for number, (key, row, start, count, samples) in enumerate(chunks):
-            sequence = self._sequences.get(key)
-            if sequence is None or sequence.row is None:
-                continue
-            assert (sequence.row, sequence.num_computed) == (row, start), "settled twice"
-            started = sequence.num_started > start
-            sequence.num_computed = start + count
-            if started:
-                sequence.num_ahead -= samples
-            else:
-                sequence.num_started = start + count
-            numbers.append(number)
-            rows.append(row)
-            promised.append(count if started else 0)
-        if len(numbers) < len(chunks):
-            stored = np.asarray(stored)[numbers]
-        self.pages.settle(rows, stored, promised)
+        plan = Plan.gather(chunks)
+        row, start, count, samples = plan.row, plan.start, plan.count, plan.samples
+        is_there = self._key[row] == plan.key
+        if np.count_nonzero(is_there) < len(row):
+            columns = (row, start, count, samples, np.asarray(stored))
+            row, start, count, samples, stored = (column[is_there] for column in columns)
+        assert np.array_equal(self._num_computed[row], start), "settled twice"
+        self._num_computed[row] = start + count
+        is_started = self._num_started[row] > start
+        if np.count_nonzero(is_started) < len(row):
+            # computed without `start`: it is both at once
+            self._num_started[row[~is_started]] += count[~is_started]
+        self._num_ahead[row] -= samples & is_started
+        self.pages.settle(row, stored, count * is_started)
 
     def abandon(self, chunk: Chunk, *, restart: bool) -> None:
         """Take back that a chunk was started: its step failed.
@@ -209,32 +257,44 @@ class Scheduler:
             return
         if restart:
             self._preempt(sequence)
-        elif sequence.num_started > sequence.num_computed:
-            sequence.num_started -= chunk.count
-            sequence.num_ahead -= chunk.samples
+        elif self._is_under_way(sequence.row):
+            self._num_started[chunk.row] -= chunk.count
+            self._num_ahead[chunk.row] -= chunk.samples
             self.pages.withdraw(chunk.row, chunk.count)
 
-    def _plan(self) -> list[Chunk]:
+    def _plan(self) -> Plan:
+        rows = self._list_rows()
+        start = self._num_started[rows]
+        num_expected = self._count_expected(rows)
+        has_prompt = (start + 1 < num_expected) | (start < self._num_prompt[rows])
+        # others wait for a token that is not yet known
+        decodes = ~has_prompt & (start < num_expected)
+        prefills = [self._sequences[key] for key in self._key[rows[has_prompt]].tolist()]
+        chosen = self._reserve_next(rows[decodes])
         chunks: list[Chunk] = []
-        prefills: list[_Sequence] = []
-        decoding: list[_Sequence] = []
-        for sequence in self._running:
-            start, num_known = sequence.num_started, sequence.num_known + sequence.num_ahead
-            num_known = min(num_known, sequence.max_known)
-            if start + 1 < num_known or start < sequence.num_prompt:
-                prefills.append(sequence)
-            elif start < num_known:
-                # else its newest token is not yet known
-                decoding.append(sequence)
-        num_left, room = self.max_step_tokens, self.pages.room
-        short = [s.row for s in decoding[:num_left] if s.row is not None and not room[s.row]]
-        if short:
-            # where there is enough for all, nobody has to be asked below
-            self.pages.reserve_all(short, 1)
-        for sequence in decoding:
+        # usual while all decode: nothing below has work
+        if prefills or self._waiting:
+            self._plan_prefills(prefills, chosen, chunks)
+        ones = np.ones(len(chosen), dtype=np.int64)
+        plan = Plan(self._key[chosen], chosen, self._num_started[chosen], ones, ones.astype(bool))
+        if not chunks:
+            return plan
+        more = Plan.gather(chunks)
+        return Plan(*map(np.concatenate, zip(plan.columns, more.columns, strict=True)))
+
+    def _reserve_next(self, decoding: np.ndarray) -> np.ndarray:
+        """Reserve the next token of these rows, oldest first; returns those that have room."""
+        room = self.pages.room
+        first = decoding[: self.max_step_tokens]
+        short = first[room[first] == 0]
+        if not len(short) or self.pages.reserve_all(short, 1):
+            # the usual case: there is enough for everybody
+            return first
+        chosen: list[int] = []
+        for sequence in [self._sequences[key] for key in self._key[decoding].tolist()]:
             row = sequence.row
             # preempted a moment ago
-            if row is None or not num_left:
+            if row is None or len(chosen) == self.max_step_tokens:
                 continue
             # everybody planned so far is older, so that nobody planned is preempted
             while not (room[row] or self.pages.reserve(row, 1)):
@@ -243,51 +303,76 @@ class Scheduler:
                 if youngest is sequence:
                     break
             else:
-                chunks.append(Chunk(sequence.key, row, sequence.num_started, 1, True))
-                num_left -= 1
-        # usual while all decode: nothing below has work
-        if prefills or self._waiting:
-            self._plan_prefills(prefills, num_left, chunks)
-        return chunks
+                chosen.append(row)
+        return np.array(chosen, dtype=np.int64)
 
-    def _plan_prefills(self, prefills: list[_Sequence], num_left: int, chunks: list[Chunk]) -> None:
+    def _list_rows(self) -> np.ndarray:
+        if self._rows is None:
+            rows = [sequence.row for sequence in self._running]
+            self._rows = np.array(rows, dtype=np.int64)
+        return self._rows
+
+    def _count_expected(self, rows: np.ndarray | int) -> np.ndarray | np.int64:
+        """Tokens that are known once all steps that are under way are done."""
+        known = self._num_known[rows] + self._num_ahead[rows]
+        return np.minimum(known, self._max_known[rows])
+
+    def _is_under_way(self, row: int) -> bool:
+        return bool(self._num_started[row] > self._num_computed[row])
+
+    def _plan_prefills(
+        self, prefills: list[_Sequence], decoding: np.ndarray, chunks: list[Chunk]
+    ) -> None:
         """Add the chunks of sequences that run but do not decode, then admit waiting ones.
 
         Whoever finds no room ends the plan: if others went on, they could keep it from ever
         getting any.
         """
+        num_left = self.max_step_tokens - len(decoding)
         # those planned below are older than whoever asks next
-        planned = {chunk.key for chunk in chunks}
+        planned = set(self._key[decoding].tolist())
         for sequence in prefills:
             if sequence.row is None:
                 continue
-            wanted = self._count_chunk(sequence, num_left)
+            wanted = self._count_chunk(sequence.row, num_left)
             count = self._reserve_tokens(sequence.row, wanted)
             while wanted and not count and self._preempt_younger(sequence, planned):
                 count = self._reserve_tokens(sequence.row, wanted)
             if not count:
                 return
-            chunks.append(self._make_chunk(sequence, sequence.row, count))
+            chunks.append(self._make_chunk(sequence.row, count))
             num_left -= count
         while self._waiting and self._free_rows:
             sequence, row = self._waiting[0], self._free_rows[0]
             if sequence.num_needed > self.pages.num_free:
                 return
-            count = self._reserve_tokens(row, self._count_chunk(sequence, num_left))
+            # the row is not its own yet, but says what there is to do
+            self._take_row(sequence, row)
+            count = self._reserve_tokens(row, self._count_chunk(row, num_left))
             if not count:
+                self._key[row] = -1
                 return
             sequence.row = heappop(self._free_rows)
             insort(self._running, self._waiting.pop(0), key=_get_arrival)
-            chunks.append(self._make_chunk(sequence, row, count))
+            self._rows = None
+            chunks.append(self._make_chunk(row, count))
             num_left -= count
 
-    def _count_chunk(self, sequence: _Sequence, num_left: int) -> int:
-        """Count the tokens of a sequence's next chunk, 0 if it must wait for a later step."""
-        start = sequence.num_started
+    def _take_row(self, sequence: _Sequence, row: int) -> None:
+        self._key[row] = sequence.key
+        self._num_prompt[row] = sequence.num_prompt
+        self._num_known[row] = sequence.num_known
+        self._max_known[row] = sequence.max_known
+        self._num_computed[row] = self._num_started[row] = self._num_ahead[row] = 0
+
+    def _count_chunk(self, row: int, num_left: int) -> int:
+        """Count the tokens of a row's next chunk, 0 if it must wait for a later step."""
+        start, num_expected = int(self._num_started[row]), int(self._count_expected(row))
         if not self.invariant:
-            return min(sequence.num_expected - start, self.chunk_tokens, num_left)
-        end = min(start + self.chunk_tokens - start % self.chunk_tokens, sequence.num_expected)
-        count = min(end, sequence.num_prompt) - start if start < sequence.num_prompt else 1
+            return min(num_expected - start, self.chunk_tokens, num_left)
+        num_prompt = int(self._num_prompt[row])
+        end = min(start + self.chunk_tokens - start % self.chunk_tokens, num_expected)
+        count = min(end, num_prompt) - start if start < num_prompt else 1
         return count if count <= num_left else 0
 
     def _reserve_tokens(self, row: int, wanted: int) -> int:
@@ -304,9 +389,10 @@ class Scheduler:
         self.pages.reserve(row, count)
         return count
 
-    def _make_chunk(self, sequence: _Sequence, row: int, count: int) -> Chunk:
-        start = sequence.num_started
-        return Chunk(sequence.key, row, start, count, start + count == sequence.num_expected)
+    def _make_chunk(self, row: int, count: int) -> Chunk:
+        start = int(self._num_started[row])
+        samples = start + count == int(self._count_expected(row))
+        return Chunk(int(self._key[row]), row, start, count, samples)
 
     def _preempt_younger(self, sequence: _Sequence, planned: set[int]) -> bool:
         """Preempt the youngest sequence that came after this one and is not in the plan."""
@@ -321,7 +407,8 @@ class Scheduler:
 
     def _give_way(self, sequence: _Sequence) -> None:
         """Preempt a sequence, unless a step that is under way computes it."""
-        if sequence.num_started > sequence.num_computed:
+        assert sequence.row is not None
+        if self._is_under_way(sequence.row):
             raise _BlockedError
         self._preempt(sequence)
 
@@ -333,6 +420,7 @@ class Scheduler:
         # no more than it can ever have: steps under way may have asked for more
         num_needed = min(num_needed, self.pages.count_worst(sequence.max_known))
         sequence.num_needed = max(sequence.num_needed, num_needed)
+        sequence.num_known = int(self._num_known[sequence.row])
         self._stop(sequence)
         insort(self._waiting, sequence, key=_get_arrival)
         self.num_preempted += 1
@@ -342,5 +430,5 @@ class Scheduler:
         self.pages.release(sequence.row)
         heappush(self._free_rows, sequence.row)
         self._running.remove(sequence)
-        sequence.row = None
-        sequence.num_computed = sequence.num_started = sequence.num_ahead = 0
+        self._key[sequence.row] = -1
+        self._rows = sequence.row = None

@@ -10,40 +10,52 @@ import numpy as np
 from torch import Tensor
 
 from depthmix.infer.cache import PagedCache
-from depthmix.infer.depth import Usage
-from depthmix.infer.sampling import SamplingParams, Wish
-from depthmix.infer.scheduler import Chunk
+from depthmix.infer.sampling import SamplingParams
+from depthmix.infer.scheduler import Plan
+from depthmix.infer.track import Track
 
-
-class Work(NamedTuple):
-    """A chunk and its tokens."""
-
-    chunk: Chunk
-    tokens: Sequence[int]
-    """None where its one token is drawn by a step that is under way."""
-    wish: Wish | None = None
-    """How the next token is drawn, where the chunk samples one."""
-
-
-class Outcome(NamedTuple):
-    """What became of a chunk, and the token that follows it."""
-
-    token: int | None
-    """Where one was asked for."""
-    logprob: float
-    top: tuple[list[int], list[float]] | None
-    """The most probable tokens and their log-probabilities, where anybody asked for some."""
-    used: Usage
-    paths: Sequence[tuple[bool, ...]]
-    """For each of its tokens, which routed blocks it went through."""
+Top = tuple[list[int], list[float]]
+"""The most probable tokens and their log-probabilities."""
 
 
 class Report(NamedTuple):
-    """What became of a step: its chunks in the order in which they were given."""
+    """What became of a step, chunk by chunk in the order of its plan."""
 
-    outcomes: list[Outcome]
+    token: Sequence[int | None]
+    """The next token of each chunk that samples one."""
+    logprob: Sequence[float]
+    top: Sequence[Top | None]
+    """Where anybody asked for some."""
+    taken: Sequence[bytes]
+    """Which routed blocks its tokens went through: a byte for each token and block."""
+    used: np.ndarray
+    """(chunks, 7): the numbers of a `Usage`."""
     stored: np.ndarray
     """(chunks, layers): how many tokens each layer stored."""
+
+    def take(self, numbers: np.ndarray) -> "Report":
+        """These chunks, in this order."""
+        at = numbers.tolist()
+        return Report(
+            [self.token[number] for number in at],
+            [self.logprob[number] for number in at],
+            [self.top[number] for number in at],
+            [self.taken[number] for number in at],
+            self.used[numbers],
+            self.stored[numbers],
+        )
+
+
+def join_reports(reports: Sequence[Report]) -> Report:
+    """Several steps' chunks as those of one."""
+    return Report(
+        [token for report in reports for token in report.token],
+        [logprob for report in reports for logprob in report.logprob],
+        [top for report in reports for top in report.top],
+        [taken for report in reports for taken in report.taken],
+        np.concatenate([report.used for report in reports]),
+        np.concatenate([report.stored for report in reports]),
+    )
 
 
 @runtime_checkable
@@ -73,7 +85,9 @@ class StepRunner(Protocol):
     can_retry: bool
     """Whether the cache is what it was after a step that failed."""
 
-    def launch(self, works: Sequence[Work]) -> Flight: ...
+    def launch(self, plan: Plan, tracks: Sequence[Track]) -> Flight:
+        """Start a step with these chunks, whose samples are `tracks`."""
+        ...
 
     def warm_up(self, progress: Callable[[int, int], None] | None) -> float: ...
 

@@ -5,11 +5,12 @@ Knows nothing of the model, of the cache or of other samples.
 
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
-from depthmix.infer.depth import DepthMeter
+from depthmix.infer.depth import Depth, Trail
 from depthmix.infer.results import Alternative, Finish, Sample
-from depthmix.infer.sampling import SamplingParams, Wish
+from depthmix.infer.sampling import SamplingParams
 from depthmix.infer.text import TextStream
 
 
@@ -22,14 +23,19 @@ class Track:
     """Which of the request's samples."""
     params: SamplingParams
     seed: int
+    prompt: np.ndarray
+    """Its prompt's tokens, as runners take them."""
     tokens: list[int]
-    """The prompt's, then its own."""
+    """The prompt's, then its own as far as they are known."""
     num_prompt: int
     max_new: int
-    meter: DepthMeter
+    slot: int
+    """Where the engine's meter adds up its compute."""
     stream: TextStream | None
     seen: Tensor | None
-    """Tokens of the prompt and its own, as a mask, where repetition is penalised."""
+    """Tokens of the prompt and its own, as a mask, where repetition is penalised and the runner
+    does not keep one."""
+    trail: Trail = field(default_factory=Trail)
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[Alternative, ...]] = field(default_factory=list)
@@ -39,10 +45,11 @@ class Track:
         """Tokens that it made."""
         return len(self.tokens) - self.num_prompt
 
-    def make_wish(self) -> Wish:
-        """How its next token is drawn."""
-        num_new = len(self.tokens) - self.num_prompt
-        return Wish(self.params, self.seed, num_new, self.tokens, self.seen)
+    def list_tokens(self, start: int, count: int) -> np.ndarray | list[int]:
+        """Tokens from position `start` on; fewer where a step under way has yet to draw them."""
+        if start + count <= self.num_prompt:
+            return self.prompt[start : start + count]
+        return self.tokens[start : start + count]
 
     def take(
         self, token: int, logprob: float, top: tuple[list[int], list[float]] | None = None
@@ -54,10 +61,11 @@ class Track:
         """
         tokens, params = self.tokens, self.params
         tokens.append(token)
-        self.logprobs.append(logprob)
-        if top is not None and params.logprobs:
-            places = zip(top[0][: params.logprobs], top[1], strict=False)
-            self.top_logprobs.append(tuple(Alternative(*place) for place in places))
+        if params.logprobs is not None:
+            self.logprobs.append(logprob)
+            if top is not None and params.logprobs:
+                places = zip(top[0][: params.logprobs], top[1], strict=False)
+                self.top_logprobs.append(tuple(Alternative(*place) for place in places))
         if self.seen is not None:
             self.seen[token] = True
         if token in params.stop_tokens:
@@ -71,7 +79,9 @@ class Track:
                 return text, "stop"
         return text, "length" if len(tokens) - self.num_prompt == self.max_new else None
 
-    def end(self, finish: Finish, error: Exception | None = None) -> tuple[str, Sample]:
+    def end(
+        self, finish: Finish, depth: Depth, error: Exception | None = None
+    ) -> tuple[str, Sample]:
         """Text that was held back, and the finished sample."""
         rest = "" if self.stream is None or error is not None else self.stream.finish()
         wish = self.params.logprobs
@@ -81,6 +91,6 @@ class Track:
             finish=finish,
             logprobs=None if wish is None else tuple(self.logprobs),
             top_logprobs=tuple(self.top_logprobs) if wish else None,
-            depth=self.meter.read(),
+            depth=depth,
             error=error,
         )

@@ -88,7 +88,7 @@ def assert_free(engine: Engine) -> None:
     """Nothing is left of anybody."""
     pages = engine.pages
     assert pages.num_used == 0
-    assert pages.promised == [0] * pages.num_rows
+    assert not pages.promised.any()
     assert not engine.has_work
 
 
@@ -258,7 +258,7 @@ def test_cancelled_while_steps_are_under_way() -> None:
         requests = [engine.add(p, m) for p, m in zip(PROMPTS, MIXED, strict=True)]
         for _ in range(num_steps):
             engine.step()
-        assert any(engine.pages.promised), "a step is under way"
+        assert engine.pages.promised.any(), "a step is under way"
         for request in requests:
             (event,) = engine.cancel(request)
             assert event.result is not None

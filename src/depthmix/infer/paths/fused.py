@@ -7,9 +7,9 @@ padded to. Knows nothing of requests, and does not decide who is in a step.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,10 @@ from depthmix.infer.cache import PagedCache
 from depthmix.infer.depth import Usage
 from depthmix.infer.pages import Pages, find_rows
 from depthmix.infer.paths.layout import find_stacks, make_rules
-from depthmix.infer.sampling import SamplingParams, Wish, pack_settings, top_logprobs
-from depthmix.infer.steps import Flight, Outcome, Ready, Report, Work
+from depthmix.infer.sampling import SamplingParams, pack_settings, top_logprobs
+from depthmix.infer.scheduler import Plan
+from depthmix.infer.steps import Flight, Ready, Report, Top, join_reports
+from depthmix.infer.track import Track
 from depthmix.kernels.compiling import compile_ahead
 from depthmix.kernels.decode.blocks import Blocks, Pools, Tokens
 from depthmix.kernels.decode.draw import Drawer, DrawState
@@ -36,8 +38,6 @@ DEPTH, NUM_STAGES = 2, 3
 SIZES = (32, 64, 96, 128, 192, 256)
 # chunks of each kind are padded to one of these
 CHUNKS = (0, 4, 16, 64, 256)
-# ways through the routed blocks that are remembered; a model of many blocks has more than memory
-MOST_WAYS = 1 << 16
 
 
 class StepShape(NamedTuple):
@@ -122,11 +122,12 @@ class FusedFlight(NamedTuple):
     """A step that is under way."""
 
     runner: "FusedRunner"
-    works: list[Work]
+    plan: Plan
     """In the order of the step's tokens: whoever is alone comes first."""
-    order: list[int] | None
-    """The number of each of them among those that were given, where that is another."""
-    begins: list[int]
+    order: np.ndarray | None
+    """The number of each chunk in the plan that was given, where that is another."""
+    num_alone: int
+    begins: np.ndarray
     """Where each one's tokens begin."""
     stage: Stage
     tops: tuple[Tensor, Tensor] | None
@@ -182,11 +183,13 @@ class FusedRunner:
         self.routed_layers = np.array(config.routed_layers, dtype=np.int64)
         self.num_dense = config.num_layers - len(config.routed_layers)
         self.steps: dict[StepShape, Step] = {}
-        self.ways = Ways()
         # what a step leaves is in buffers of its own, so that graphs can share the rest
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
-        # the sequence whose settings the device has for a row
-        self._settled: dict[int, int] = {}
+        # by row: the sample whose settings the device has, and what of them says how a step draws
+        self._settled = np.full(pages.num_rows, -1)
+        self._is_plain = np.zeros(pages.num_rows, dtype=bool)
+        self._filters = np.zeros(pages.num_rows, dtype=bool)
+        self._num_tops = np.zeros(pages.num_rows, dtype=np.int64)
         self._lost = False
 
     def _make_single(self) -> DecodeStep | None:
@@ -208,7 +211,7 @@ class FusedRunner:
 
     def forget(self) -> None:
         """A step failed: nobody knows what the device holds."""
-        self._settled.clear()
+        self._settled.fill(-1)
         self._lost = True
 
     def warm_up(self, progress: Callable[[int, int], None] | None) -> float:
@@ -253,55 +256,49 @@ class FusedRunner:
         shapes += [StepShape(self.most_tokens, many, chunks) for chunks in (few, many)]
         return [*shapes, StepShape(choose_size(min(self.most_tokens, 2 * most_rows)), 0, many)]
 
-    def launch(self, works: Sequence[Work]) -> Flight:
+    def launch(self, plan: Plan, tracks: Sequence[Track]) -> Flight:
         """Start a step with these chunks; nothing of it is waited for."""
         with self._on_device():
-            if self.apart:
-                reports = [self._launch([work]).wait() for work in works]
-                outcomes = [outcome for report in reports for outcome in report.outcomes]
-                return Ready(Report(outcomes, np.concatenate([r.stored for r in reports])))
-            return self._launch(works)
+            if not self.apart:
+                return self._launch(plan, tracks)
+            each = zip(plan, tracks, strict=True)
+            reports = [self._launch(Plan.gather([c]), [track]).wait() for c, track in each]
+            return Ready(join_reports(reports))
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels start where torch stands, which may be another GPU than the model's."""
         return torch.cuda.device(self.device) if self.on_gpu else nullcontext()
 
-    def _launch(self, works: Sequence[Work]) -> FusedFlight:
+    def _launch(self, plan: Plan, tracks: Sequence[Track]) -> FusedFlight:
         if self._lost:
             self.cache.send_tables()
             self._lost = False
         else:
             self.cache.follow(self.pages.drain_changes())
-        shape = self._choose_shape(works)
+        num_alone, order = int(np.count_nonzero(plan.count == 1)), None
+        if num_alone < len(plan):
+            order = put_alone_first(plan.count)
+        if order is not None:
+            plan = Plan(*(column[order] for column in plan.columns))
+            tracks = [tracks[number] for number in order.tolist()]
+        shape = choose_shape(plan, num_alone)
         step = self._find_step(shape)
         stage = step.take_turn()
-        ordered, order = put_alone_first(works)
-        begins = _fill(shape, stage.parts, ordered)
+        begins = _fill(shape, stage.parts, plan, tracks, num_alone)
         step.inputs.copy_(stage.inputs, non_blocking=True)
-        self._send_settings(works)
-        asked = [work.wish.params for work in works if work.wish is not None]
-        plain = all(params.is_plain for params in asked)
-        filtered = any(params.filters for params in asked)
-        self._run(step, plain, filtered)
-        most = max([params.logprobs or 0 for params in asked], default=0)
+        self._send_settings(plan, tracks)
+        asked = plan.row[plan.samples]
+        num_plain = int(np.count_nonzero(self._is_plain[asked]))
+        num_filters = int(np.count_nonzero(self._filters[asked]))
+        self._run(step, num_plain == len(asked), num_filters > 0)
+        most = int(self._num_tops[asked].max(initial=0))
         tops = self._find_tops(step, most) if most else None
         stage.told.copy_(step.told, non_blocking=True)
         event = None
         if self.on_gpu:
             event = torch.cuda.Event()
             event.record()
-        return FusedFlight(self, ordered, order, begins, stage, tops, event)
-
-    def _choose_shape(self, works: Sequence[Work]) -> StepShape:
-        num_alone = sum(work.chunk.count == 1 for work in works)
-        num_chunks = len(works) - num_alone
-        if not num_chunks:
-            size = choose_alone(num_alone)
-            return StepShape(size, size, 0)
-        num_tokens = sum(work.chunk.count for work in works)
-        return StepShape(
-            choose_size(num_tokens), choose_chunks(num_alone), choose_chunks(num_chunks)
-        )
+        return FusedFlight(self, plan, order, num_alone, begins, stage, tops, event)
 
     def _find_step(self, shape: StepShape) -> Step:
         step = self.steps.get(shape)
@@ -309,33 +306,33 @@ class FusedRunner:
             step = self.steps[shape] = Step(shape, len(self.config.routed_layers), self.device)
         return step
 
-    def _send_settings(self, works: Sequence[Work]) -> None:
-        """Tell the device how rows are drawn whose sequences it does not know yet."""
-        new: list[tuple[int, Wish]] = []
-        for work in works:
-            key, row, start, _, _ = work.chunk
-            if start == 0:
-                self._settled.pop(row, None)
-            if work.wish is not None and self._settled.get(row) != key:
-                self._settled[row] = key
-                new.append((row, work.wish))
-        if not new:
+    def _send_settings(self, plan: Plan, tracks: Sequence[Track]) -> None:
+        """Tell the device how rows are drawn whose samples it does not know yet."""
+        self._settled[plan.row[plan.start == 0]] = -1
+        is_new = plan.samples & (self._settled[plan.row] != plan.key)
+        if not np.count_nonzero(is_new):
             return
-        wishes = [wish for _, wish in new]
+        news = np.flatnonzero(is_new).tolist()
+        new = [(int(plan.row[number]), tracks[number]) for number in news]
+        for row, track in new:
+            params = track.params
+            self._is_plain[row], self._filters[row] = params.is_plain, params.filters
+            self._num_tops[row] = params.logprobs or 0
+        self._settled[plan.row[news]] = plan.key[news]
         shares, counts = pack_settings(
-            [wish.params for wish in wishes],
-            [wish.seed for wish in wishes],
-            [wish.step for wish in wishes],
+            [track.params for _, track in new],
+            [track.seed for _, track in new],
+            [track.num_new for _, track in new],
         )
         rows = self._send(torch.tensor([row for row, _ in new]))
         self.state.shares.index_copy_(1, rows, self._send(shares))
         self.state.counts.index_copy_(1, rows, self._send(counts))
-        marked = [(row, wish) for row, wish in new if wish.params.repetition_penalty != 1]
+        marked = [(row, track) for row, track in new if track.params.repetition_penalty != 1]
         if marked:
             # what was recorded before the first of them knows nothing of marks
             seen = torch.zeros((len(marked), self.config.vocab_size), dtype=torch.bool)
-            for marks, (_, wish) in zip(seen, marked, strict=True):
-                marks[list(wish.tokens)] = True
+            for marks, (_, track) in zip(seen, marked, strict=True):
+                marks[track.tokens] = True
             rows = self._send(torch.tensor([row for row, _ in marked]))
             self.state.allocate_seen().index_copy_(0, rows, self._send(seen))
 
@@ -417,94 +414,106 @@ class FusedRunner:
 
     def read(self, flight: FusedFlight) -> Report:
         """What the device told of a step that is done."""
-        works, begins, stage = flight.works, flight.begins, flight.stage
-        _, rows, starts, counts, _ = zip(*[work.chunk for work in works], strict=True)
-        taken_RT = stage.taken[:, : begins[-1] + counts[-1]]
-        paths = self.ways.look_up(taken_RT)
+        plan, begins, stage = flight.plan, flight.begins, flight.stage
+        num_chunks, num_tokens = len(plan), int(begins[-1] + plan.count[-1])
+        taken_RT = stage.taken[:, :num_tokens]
         # keys that a chunk stored in each routed block, and how many lay before them
-        kept_CR = np.add.reduceat(taken_RT, begins, axis=1, dtype=np.int64).T
-        before_CR = self.pages.lengths[find_rows(rows)][:, self.routed_layers]
+        if num_chunks == num_tokens:
+            kept_CR = taken_RT.T.astype(np.int64)
+        else:
+            kept_CR = np.add.reduceat(taken_RT, begins, axis=1, dtype=np.int64).T
+        before_CR = self.pages.lengths[find_rows(plan.row)][:, self.routed_layers]
         # each query sees those before it and its own
-        num_pairs = np.einsum("cr,cr->c", kept_CR, 2 * before_CR + kept_CR + 1).tolist()
-        num_routed = kept_CR.sum(axis=1).tolist()
-        stored_CL = np.repeat(np.array(counts), self.config.num_layers)
-        stored_CL = stored_CL.reshape(len(works), self.config.num_layers)
+        num_pairs = (kept_CR * (2 * before_CR + kept_CR + 1)).sum(axis=1)
+        num_routed, num_dense = kept_CR.sum(axis=1), self.num_dense * plan.count
+        # what lay before a dense layer's chunk is known even where steps before it are not settled
+        num_pairs += num_dense * (2 * plan.start + plan.count + 1)
+        used = np.zeros((num_chunks, len(Usage._fields)), dtype=np.int64)
+        # whoever visits a block is stored there, and no block has experts
+        used[:, 0] = used[:, 3] = num_dense + num_routed
+        used[:, 1] = used[:, 4] = num_routed
+        used[:, 5] = num_pairs // 2
+        stored_CL = np.repeat(plan.count[:, None], self.config.num_layers, axis=1)
         stored_CL[:, self.routed_layers] = kept_CR
-        # tokens were asked for in the order in which their chunks stand
-        drawn = iter(self._read_drawn(flight, sum(work.wish is not None for work in works)))
-        outcomes, num_dense = [], self.num_dense
-        each = zip(works, begins, starts, counts, num_routed, num_pairs, strict=True)
-        for work, begin, start, count, routed, pairs in each:
-            visits = num_dense * count + routed
-            # what lay before a dense layer's chunk is known even where steps before it are not
-            # settled
-            pairs = (pairs + num_dense * count * (2 * start + count + 1)) // 2
-            used = Usage(visits, routed, 0, visits, routed, pairs, 0)
-            token, logprob, top = (None, 0.0, None) if work.wish is None else next(drawn)
-            outcomes.append(Outcome(token, logprob, top, used, paths[begin : begin + count]))
-        if flight.order is not None:
-            back = np.argsort(flight.order)
-            outcomes, stored_CL = [outcomes[number] for number in back], stored_CL[back]
-        return Report(outcomes, stored_CL)
+        taken = _read_taken(taken_RT, plan, flight.num_alone, begins)
+        report = Report(*self._read_drawn(flight), taken, used, stored_CL)
+        return report if flight.order is None else report.take(np.argsort(flight.order))
 
     def _read_drawn(
-        self, flight: FusedFlight, count: int
-    ) -> Iterable[tuple[int, float, tuple[list[int], list[float]] | None]]:
+        self, flight: FusedFlight
+    ) -> tuple[list[int | None], list[float], list[Top | None]]:
         """The tokens that were drawn, their log-probabilities, and the most probable ones."""
-        tops: list[Any] = [None] * count
+        samples, stage = flight.plan.samples, flight.stage
+        num_sampled = int(np.count_nonzero(samples))
+        tops: list[Top | None] = [None] * num_sampled
         if flight.tops is not None:
-            tops = list(zip(flight.tops[1].tolist(), flight.tops[0].tolist(), strict=True))
-        stage = flight.stage
-        return zip(stage.token.tolist(), stage.logprob.tolist(), tops, strict=False)
+            ids, values = (tensor[:num_sampled].tolist() for tensor in reversed(flight.tops))
+            tops = list(zip(ids, values, strict=True))
+        tokens, logprobs = (part[:num_sampled].tolist() for part in (stage.token, stage.logprob))
+        # tokens were asked for in the order in which their chunks stand
+        for place in [] if num_sampled == len(samples) else np.flatnonzero(~samples).tolist():
+            tokens.insert(place, None)
+            logprobs.insert(place, 0.0)
+            tops.insert(place, None)
+        return tokens, logprobs, tops
 
 
-class Ways(dict[bytes, tuple[bool, ...]]):
-    """Ways through the routed blocks by their bytes; most tokens share theirs with others."""
-
-    def __missing__(self, taken: bytes) -> tuple[bool, ...]:
-        way = self[taken] = tuple(map(bool, taken))
-        return way
-
-    def look_up(self, taken_RT: np.ndarray) -> list[tuple[bool, ...]]:
-        """Each token's way."""
-        num_routes, num_tokens = taken_RT.shape
-        if not num_routes:
-            return [()] * num_tokens
-        if len(self) > MOST_WAYS:
-            self.clear()
-        taken_TR = np.ascontiguousarray(taken_RT.T)
-        return list(map(self.__getitem__, taken_TR.view(f"V{num_routes}")[:, 0].tolist()))
+def _read_taken(
+    taken_RT: np.ndarray, plan: Plan, num_alone: int, begins: np.ndarray
+) -> list[bytes]:
+    """The routed blocks of each chunk's tokens."""
+    num_routes = len(taken_RT)
+    if not num_routes:
+        return [b""] * len(plan)
+    taken_TR = np.ascontiguousarray(taken_RT.T)
+    taken = taken_TR[:num_alone].view(f"V{num_routes}")[:, 0].tolist()
+    for begin, count in zip(begins[num_alone:].tolist(), plan.count[num_alone:], strict=True):
+        taken.append(taken_TR[begin : begin + count].tobytes())
+    return taken
 
 
-def put_alone_first(works: Sequence[Work]) -> tuple[list[Work], list[int] | None]:
-    """The chunks of one token, then all others; and which number each had, if not its own."""
-    counts = [work.chunk.count for work in works]
-    if 1 not in counts[counts.count(1) :]:
-        return list(works), None
-    order = sorted(range(len(works)), key=lambda number: counts[number] > 1)
-    return [works[number] for number in order], order
+def put_alone_first(counts: np.ndarray) -> np.ndarray | None:
+    """The order in which chunks of one token come before all others, if they do not already."""
+    is_longer = counts > 1
+    if not (is_longer[:-1] & ~is_longer[1:]).any():
+        return None
+    return np.argsort(is_longer, kind="stable")
 
 
-def _fill(shape: StepShape, parts: Sequence[np.ndarray], works: Sequence[Work]) -> list[int]:
+def choose_shape(plan: Plan, num_alone: int) -> StepShape:
+    """The shape of the step that has room for these chunks."""
+    num_chunks = len(plan) - num_alone
+    if not num_chunks:
+        size = choose_alone(num_alone)
+        return StepShape(size, size, 0)
+    num_tokens = int(plan.count.sum())
+    return StepShape(choose_size(num_tokens), choose_chunks(num_alone), choose_chunks(num_chunks))
+
+
+def _fill(
+    shape: StepShape,
+    parts: Sequence[np.ndarray],
+    plan: Plan,
+    tracks: Sequence[Track],
+    num_alone: int,
+) -> np.ndarray:
     """Write a step's inputs; returns where each chunk's tokens begin."""
     given, rows, positions, chunks, begin, chunk_row, count, sampled, num_sampled, to = parts
-    _, row_of, starts, counts, _ = zip(*[work.chunk for work in works], strict=True)
+    begins = plan.count.cumsum() - plan.count
     rows.fill(-1)
     chunk_row.fill(-1)
     to.fill(-1)
-    first = counts.count(1)
-    begins = list(range(first))
-    # whoever is alone is a chunk of its own
-    given[:first] = [work.tokens[0] if work.tokens else -1 for work in works[:first]]
-    rows[:first] = chunk_row[:first] = row_of[:first]
-    positions[:first] = starts[:first]
-    chunks[:first] = begin[:first] = begins
-    begin[first : shape.num_alone + 1] = first
-    place = shape.num_alone
-    for (_, row, start, number, _), tokens, _ in works[len(begins) :]:
-        begins.append(first)
+    # whoever is alone is a chunk of its own; its token may be one that a step under way will draw
+    alone = zip(tracks[:num_alone], plan.start[:num_alone].tolist(), strict=True)
+    given[:num_alone] = [t.tokens[start] if len(t.tokens) > start else -1 for t, start in alone]
+    rows[:num_alone] = chunk_row[:num_alone] = plan.row[:num_alone]
+    positions[:num_alone] = plan.start[:num_alone]
+    chunks[:num_alone] = begin[:num_alone] = begins[:num_alone]
+    begin[num_alone : shape.num_alone + 1] = num_alone
+    first, place = num_alone, shape.num_alone
+    for (_, row, start, number, _), track in zip(plan[num_alone:], tracks[num_alone:], strict=True):
         end = first + number
-        given[first:end] = tokens
+        given[first:end] = track.list_tokens(start, number)
         rows[first:end] = chunk_row[place] = row
         positions[first:end] = np.arange(start, start + number)
         chunks[first:end] = place
@@ -512,11 +521,11 @@ def _fill(shape: StepShape, parts: Sequence[np.ndarray], works: Sequence[Work]) 
         begin[place] = end
     begin[place:] = count[0] = first
     # the last token of each chunk that asks for one
-    asked = [number for number, work in enumerate(works) if work.wish is not None]
-    sampled[: len(asked)] = [begins[number] + counts[number] - 1 for number in asked]
-    sampled[len(asked) :] = 0
-    to[: len(asked)] = [row_of[number] for number in asked]
-    num_sampled[0] = len(asked)
+    ends = (begins + plan.count - 1)[plan.samples]
+    sampled[: len(ends)] = ends
+    sampled[len(ends) :] = 0
+    to[: len(ends)] = plan.row[plan.samples]
+    num_sampled[0] = len(ends)
     return begins
 
 

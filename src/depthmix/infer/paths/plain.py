@@ -5,7 +5,7 @@ all there is. Recorded, tokens that are written one at a time go through a step 
 kernels know the whole model, `fused` has another runner. Knows nothing of requests.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +19,10 @@ from depthmix.infer.depth import Usage
 from depthmix.infer.pages import Pages
 from depthmix.infer.paths.decode import RecordedStep
 from depthmix.infer.paths.draw import TorchDrawer
-from depthmix.infer.sampling import SamplingParams, Wish, top_logprobs
-from depthmix.infer.steps import Outcome, Ready, Report, Work
+from depthmix.infer.sampling import SamplingParams, top_logprobs
+from depthmix.infer.scheduler import Chunk, Plan
+from depthmix.infer.steps import Ready, Report, Top
+from depthmix.infer.track import Track
 from depthmix.kernels import HAS_TRITON
 from depthmix.nn import Transformer
 from depthmix.nn.transformer import Hidden
@@ -37,6 +39,13 @@ KNOWN_FIELDS = {
     *("routing.init_std", "routing.aux_loss_weight", "routing.predictor_loss_weight"),
     "routing.balance_loss_weight",
 }
+
+
+class Work(NamedTuple):
+    """A chunk and its tokens."""
+
+    chunk: Chunk
+    tokens: Sequence[int]
 
 
 class Done(NamedTuple):
@@ -84,16 +93,26 @@ class Runner:
         # what the device's own input and lengths are, so that only news is sent
         self._waiting: tuple[int, list[int], list[int], list[int]] | None = None
 
-    def launch(self, works: Sequence[Work]) -> Ready:
+    def launch(self, plan: Plan, tracks: Sequence[Track]) -> Ready:
         """Compute these chunks and draw what follows, at once."""
+        works = [
+            Work(chunk, track.tokens[chunk.start : chunk.start + chunk.count])
+            for chunk, track in zip(plan, tracks, strict=True)
+        ]
         batches = [[work] for work in works] if self.apart else [works]
         done = [d for batch in batches for d in self.run(batch)]
-        drawn = self._draw([(w.wish, d) for w, d in zip(works, done, strict=True) if w.wish])
-        outcomes = []
-        for work, d in zip(works, done, strict=True):
-            token = next(drawn) if work.wish else (None, 0.0, None)
-            outcomes.append(Outcome(*token, d.used, d.paths))
-        return Ready(Report(outcomes, np.array([d.stored for d in done])))
+        asked = np.flatnonzero(plan.samples).tolist()
+        drawn = self._draw([(tracks[number], done[number]) for number in asked])
+        found: dict[int, tuple[int, float, Top | None]] = dict(zip(asked, drawn, strict=True))
+        columns = zip(*(found.get(n, (None, 0.0, None)) for n in range(len(done))), strict=True)
+        return Ready(
+            Report(
+                *map(list, columns),
+                taken=[b"".join(map(bytes, d.paths)) for d in done],
+                used=np.array([d.used for d in done]),
+                stored=np.array([d.stored for d in done]),
+            )
+        )
 
     def warm_up(self, progress: Callable[[int, int], None] | None) -> float:
         """There is nothing to do ahead."""
@@ -127,28 +146,26 @@ class Runner:
                 done |= zip(keys, compute(part), strict=True)
         return [done[work.chunk.key] for work in works]
 
-    def _draw(
-        self, asked: Sequence[tuple[Wish, Done]]
-    ) -> Iterator[tuple[int, float, tuple[list[int], list[float]] | None]]:
+    def _draw(self, asked: Sequence[tuple[Track, Done]]) -> list[tuple[int, float, Top | None]]:
         """The next token of each of these, its log-probability, and the most probable ones."""
-        wishes, done = [wish for wish, _ in asked], [d for _, d in asked]
-        if all(wish.params.is_plain for wish in wishes):
+        tracks, done = [track for track, _ in asked], [d for _, d in asked]
+        if all(track.params.is_plain for track in tracks):
             # nothing to draw, and nothing to tell but the token
-            return iter([(token, 0.0, None) for token in _find_best(done)])
+            return [(token, 0.0, None) for token in _find_best(done)]
         logits = _list_logits(done)
-        most = max(wish.params.logprobs or 0 for wish in wishes)
-        tops: list[tuple[list[int], list[float]] | None] = [None] * len(asked)
+        most = max(track.params.logprobs or 0 for track in tracks)
+        tops: list[Top | None] = [None] * len(asked)
         if most:
             values_BK, ids_BK = top_logprobs(torch.stack(logits), most)
             tops = list(zip(ids_BK.tolist(), values_BK.tolist(), strict=True))
         drawn = self.drawer.draw(
             logits,
-            [wish.params for wish in wishes],
-            [wish.seed for wish in wishes],
-            [wish.step for wish in wishes],
-            [wish.seen for wish in wishes],
+            [track.params for track in tracks],
+            [track.seed for track in tracks],
+            [track.num_new for track in tracks],
+            [track.seen for track in tracks],
         )
-        return iter(list(zip(*drawn, tops, strict=True)))
+        return list(zip(*drawn, tops, strict=True))
 
     def _run_prompts(self, works: Sequence[Work]) -> list[Done]:
         self._waiting = None
