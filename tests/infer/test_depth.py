@@ -1,7 +1,5 @@
-from collections.abc import Sequence
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -10,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from depthmix.config import ModelConfig, RoutingConfig
 from depthmix.flops import count_parts
 from depthmix.infer import Engine, SamplingParams
-from depthmix.infer.depth import Depth, DepthMeter, Path, Paths, Trail, Usage, join_depths
+from depthmix.infer.depth import Depth, DepthMeter, Paths, Trail, Usage, join_depths
 from depthmix.nn import Output, Transformer
 from variants import causal_cases, make_config, make_model, make_tokens
 
@@ -54,79 +52,56 @@ def use(visits: tuple[int, int], num_pairs: int) -> Usage:
     )
 
 
-class Counted:
-    """One sample of a meter, as the engine counts it."""
-
-    def __init__(self, meter: DepthMeter) -> None:
-        self.meter, self.slot, self.trail = meter, meter.open(), Trail()
-
-    def add(self, start: int, paths: Sequence[Path], used: Usage, *, num_logits: int) -> None:
-        starts, counts, logits = np.array([[start], [len(paths)], [num_logits]])
-        self.meter.add([self.slot], starts, counts, logits, np.array([used]))
-        self.trail.add(start, len(paths), b"".join(map(bytes, paths)))
-
-    def read(self) -> Depth:
-        return self.meter.read(self.slot, self.trail.read())
-
-
 def test_an_example_by_hand() -> None:
     """Three tokens of a prompt, the first and the last through the routed block; then one more."""
-    sample = Counted(DepthMeter(SMALL))
     blocks = ((True,), (False,), (True,))
+    meter = DepthMeter(SMALL)
     # pairs: 1 + 2 + 3 in the plain block, 1 + 2 in the other
-    sample.add(0, blocks, use((3, 2), 6 + 3), num_logits=1)
+    meter.add(3, use((3, 2), 6 + 3))
     weights = 3 * BLOCK + 2 * BLOCK + (3 + 2) * ROUTER + 3 * PREDICTOR + HEAD
     flops = 2 * weights + (6 + 3) * PAIR
     dense = 2 * (6 * BLOCK + HEAD) + 2 * 6 * PAIR
-    assert sample.read() == Depth(blocks, flops, dense, num_visits=5, num_visits_dense=6)
+    assert meter.read(1, blocks) == Depth(blocks, flops, dense, num_visits=5, num_visits_dense=6)
 
-    sample.add(3, [(False,)], use((1, 0), 4), num_logits=1)
+    longer = meter.copy()
+    longer.add(4, use((4, 2), 6 + 4 + 3))
     flops += 2 * (BLOCK + ROUTER + PREDICTOR + HEAD) + 4 * PAIR
     dense += 2 * (2 * BLOCK + HEAD) + 2 * 4 * PAIR
-    depth = sample.read()
-    assert depth == Depth((*blocks, (False,)), flops, dense, num_visits=6, num_visits_dense=8)
+    blocks = (*blocks, (False,))
+    depth = longer.read(2, blocks)
+    assert depth == Depth(blocks, flops, dense, num_visits=6, num_visits_dense=8)
     assert depth.share_executed == 6 / 8
     assert depth.share_saved == pytest.approx((dense - flops) / dense)
     assert 0 < depth.share_saved < 2 / 8
 
 
-def test_tokens_that_are_computed_again_cost_again_and_take_the_same_way() -> None:
-    meter = DepthMeter(SMALL)
-    once, twice = Counted(meter), Counted(meter)
-    paths = [(True,), (False,), (True,), (True,)]
-    for sample in (once, twice):
-        sample.add(0, paths, use((4, 3), 10 + 6), num_logits=1)
+def test_tokens_that_are_computed_again_cost_again() -> None:
+    once, twice = DepthMeter(SMALL), DepthMeter(SMALL)
+    for meter in (once, twice):
+        meter.add(4, use((4, 3), 10 + 6))
+    # preempted, and started again
+    twice.add(5, use((5, 3), 15 + 6))
+    assert twice.read(2, ()).flops > 2 * once.read(1, ()).flops
+    assert twice.read(2, ()).num_visits_dense == 2 * (4 + 5)
+
+
+def test_tokens_that_are_computed_again_take_the_same_path() -> None:
+    trail, taken = Trail(), bytes([1, 0, 1, 1])
+    trail.add(0, 4, taken)
     # preempted, and started again in other chunks that go beyond what was there
-    twice.add(0, paths[:3], use((3, 2), 6 + 3), num_logits=0)
-    twice.add(3, [paths[3], (False,)], use((2, 1), 9 + 3), num_logits=1)
-    assert once.read().blocks == tuple(paths)
-    assert twice.read().blocks == (*paths, (False,))
-    assert twice.read().flops > 2 * once.read().flops
-    assert twice.read().num_visits_dense == 2 * (4 + 5)
+    trail.add(0, 3, taken[:3])
+    trail.add(3, 2, bytes([1, 0]))
+    assert trail.read() == ((True,), (False,), (True,), (True,), (False,))
+    nowhere = Trail()
+    nowhere.add(0, 2, b"")
+    nowhere.add(2, 1, b"")
+    assert nowhere.read() == ((), (), ())
 
 
 def test_nothing_was_computed() -> None:
-    depth = Counted(DepthMeter(SMALL)).read()
+    depth = DepthMeter(SMALL).read(0, ())
     assert depth == Depth((), 0, 0, 0, 0)
     assert (depth.share_saved, depth.share_executed) == (0.0, 1.0)
-
-
-def test_a_step_is_added_to_each_of_its_samples() -> None:
-    """Many at a time cost the same as one by one, and a slot is empty when it is reused."""
-    meter, numbers = DepthMeter(SMALL), range(40)
-    together, alone = ([Counted(meter) for _ in numbers] for _ in range(2))
-    assert len({sample.slot for sample in (*together, *alone)}) == 80
-    uses = [use((n + 1, n % 3), n * n) for n in numbers]
-    slots, counts = [sample.slot for sample in together], np.arange(40) + 1
-    meter.add(slots, np.arange(40) * 2, counts, counts % 2, np.array(uses))
-    for n, sample in zip(numbers, alone, strict=True):
-        sample.add(2 * n, [(True,)] * (n + 1), uses[n], num_logits=(n + 1) % 2)
-    for one, other in zip(together, alone, strict=True):
-        assert one.read()[1:] == other.read()[1:]
-        assert one.read().flops > 0
-    for sample in (*together, *alone):
-        meter.close(sample.slot)
-    assert Counted(meter).read() == Depth((), 0, 0, 0, 0)
 
 
 def test_paths_read_as_tuples() -> None:

@@ -1,6 +1,7 @@
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -528,7 +529,7 @@ def test_bad_lengths_are_refused(num_prompt: int, max_new: int) -> None:
     ],
 )
 def test_bad_limits_are_refused(name: str, value: int, message: str) -> None:
-    limits = {"max_rows": 3, "max_step_tokens": 8, "chunk_tokens": 8, name: value}
+    limits: dict[str, Any] = {"max_rows": 3, "max_step_tokens": 8, "chunk_tokens": 8, name: value}
     with pytest.raises(ValueError, match=f"{name} must .*{message}"):
         Scheduler(Pages(8, 4, 2, 3), **limits, invariant=True)
 

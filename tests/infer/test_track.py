@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from depthmix.infer.depth import Depth
+from depthmix.infer.depth import DepthMeter
 from depthmix.infer.results import Alternative
 from depthmix.infer.sampling import SamplingParams
 from depthmix.infer.text import TextStream
 from depthmix.infer.track import Track
+from variants import make_config
 
 LETTERS = "abcdefgh"
-NOTHING = Depth((), 0, 0, 0, 0)
 
 
 def make_track(*, text: bool = True, penalty: bool = False, **params: Any) -> Track:
@@ -29,7 +29,7 @@ def make_track(*, text: bool = True, penalty: bool = False, **params: Any) -> Tr
         tokens=[0, 1],
         num_prompt=2,
         max_new=4,
-        slot=0,
+        meter=DepthMeter(make_config("mod")),
         stream=decode if text else None,
         seen=torch.zeros(8, dtype=torch.bool) if penalty else None,
     )
@@ -40,7 +40,7 @@ def test_it_ends_by_length() -> None:
     ends = [track.take(token, -0.5) for token in (2, 3, 2, 5)]
     assert ends == [("c", None), ("d", None), ("c", None), ("f", "length")]
     assert track.num_new == 4
-    rest, sample = track.end("length", NOTHING)
+    rest, sample = track.end("length")
     assert (rest, sample.text, sample.tokens) == ("", "cdcf", (2, 3, 2, 5))
     assert sample.finish == "length"
     # not asked for
@@ -55,7 +55,7 @@ def test_a_stop_token_is_a_token_and_no_text(num_before: int) -> None:
     for _ in range(num_before):
         assert track.take(2, 0.0) == ("c", None)
     assert track.take(7, 0.0) == ("", "stop")
-    _, sample = track.end("stop", NOTHING)
+    _, sample = track.end("stop")
     assert sample.tokens == (*[2] * num_before, 7)
     assert sample.text == "c" * num_before
 
@@ -65,20 +65,20 @@ def test_a_stop_string_is_held_back_and_cut() -> None:
     assert track.take(2, 0.0) == ("c", None)
     assert track.take(3, 0.0) == ("", None)
     assert track.take(4, 0.0) == ("", "stop")
-    assert track.end("stop", NOTHING)[1].text == "c"
+    assert track.end("stop")[1].text == "c"
 
 
 def test_what_was_held_back_is_told_at_the_end() -> None:
     track = make_track(stop=["de"])
     track.take(3, 0.0)
-    rest, sample = track.end("cancelled", NOTHING)
+    rest, sample = track.end("cancelled")
     assert (rest, sample.text, sample.finish) == ("d", "d", "cancelled")
 
 
 def test_without_a_decoder_there_is_no_text() -> None:
     track = make_track(text=False)
     assert track.take(2, 0.0) == ("", None)
-    rest, sample = track.end("cancelled", NOTHING)
+    rest, sample = track.end("cancelled")
     assert (rest, sample.text) == ("", None)
 
 
@@ -95,7 +95,7 @@ def test_as_many_alternatives_as_were_asked_for(wish: int) -> None:
     track = make_track(logprobs=wish)
     for token, logprob in ((2, -1.0), (3, -2.0)):
         track.take(token, logprob, ([token, 6, 7], [logprob, -5.0, -6.0]))
-    _, sample = track.end("cancelled", NOTHING)
+    _, sample = track.end("cancelled")
     assert sample.logprobs == (-1.0, -2.0)
     places = [
         (Alternative(2, -1.0), Alternative(6, -5.0)),

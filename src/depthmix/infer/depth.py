@@ -4,10 +4,10 @@ Attention counts the (query, key) pairs that causal order leaves, and the head t
 logits were asked for. Knows nothing of torch.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import NamedTuple, overload
-
-import numpy as np
 
 from depthmix.config import ModelConfig
 from depthmix.flops import list_blocks, matrix_sizes
@@ -129,7 +129,7 @@ def join_depths(depths: Sequence[Depth]) -> Depth:
 
 
 class DepthMeter:
-    """Adds up the compute of samples: each has a slot, and a step is added to all of its slots."""
+    """Adds up one sample's compute."""
 
     def __init__(self, config: ModelConfig, selector: str | None = None) -> None:
         sizes, blocks = matrix_sizes(config), list(list_blocks(config))
@@ -148,48 +148,29 @@ class DepthMeter:
             + num_expert_blocks * (sizes.expert_router + sizes.expert_predictor)
             + places * sizes.expert
         )
-        # by slot: what `Usage` has, then tokens, logits, and the pairs of a dense model
-        self._sums = np.zeros((0, len(Usage._fields) + 3), dtype=np.int64)
-        self._free_slots: list[int] = []
+        self._used = Usage(0, 0, 0, 0, 0, 0, 0)
+        self.num_tokens = self.num_dense_pairs = 0
 
-    def open(self) -> int:
-        """A slot for a new sample."""
-        if not self._free_slots:
-            num_slots = len(self._sums)
-            num_more = max(16, num_slots)
-            self._sums = np.concatenate(
-                [self._sums, np.zeros_like(self._sums, shape=(num_more, self._sums.shape[1]))]
-            )
-            self._free_slots = list(range(num_slots + num_more - 1, num_slots - 1, -1))
-        return self._free_slots.pop()
+    def copy(self) -> "DepthMeter":
+        """A new one for the same model, to which nothing was added."""
+        other = copy(self)
+        other._used = Usage(0, 0, 0, 0, 0, 0, 0)
+        other.num_tokens = other.num_dense_pairs = 0
+        return other
 
-    def close(self, slot: int) -> None:
-        """Nobody reads this slot any more."""
-        self._sums[slot] = 0
-        self._free_slots.append(slot)
+    def add(self, count: int, used: Usage) -> None:
+        """The first `count` tokens of the sample were computed, and used so much.
 
-    def add(
-        self,
-        slots: Sequence[int],
-        start: np.ndarray,
-        count: np.ndarray,
-        num_logits: np.ndarray,
-        used: np.ndarray,
-    ) -> None:
-        """Tokens from position `start` on were computed, `count` of them, for each slot.
-
-        `used` has the numbers of a `Usage` in each row; no slot comes twice.
+        They are added whenever the sample gives up its place in the cache: tokens that were
+        computed twice count twice.
         """
-        sums = np.empty((len(slots), self._sums.shape[1]), dtype=np.int64)
-        sums[:, :-3] = used
-        sums[:, -3], sums[:, -2] = count, num_logits
-        sums[:, -1] = self.num_layers * count * (2 * start + count + 1) // 2
-        self._sums[slots] += sums
+        self._used = Usage(*map(operator.add, self._used, used))
+        self.num_tokens += count
+        self.num_dense_pairs += self.num_layers * count * (count + 1) // 2
 
-    def read(self, slot: int, paths: Sequence[Path]) -> Depth:
-        """What was added to a slot so far, of a sample whose tokens took these paths."""
-        *numbers, count, num_logits, num_dense_pairs = self._sums[slot].tolist()
-        used, sizes = Usage(*numbers), self.sizes
+    def read(self, num_logits: int, paths: Sequence[Path]) -> Depth:
+        """What was added so far; logits of so many tokens were asked for."""
+        used, sizes, count = self._used, self.sizes, self.num_tokens
         weights = used.num_visits * (sizes.query + sizes.out) + used.num_stored * sizes.key_value
         weights += (used.num_visits - used.num_expert_visits) * sizes.mlp
         weights += used.num_expert_visits * (sizes.expert_router + sizes.expert_predictor)
@@ -203,7 +184,8 @@ class DepthMeter:
         return Depth(
             blocks=paths,
             flops=2 * (weights + head) + used.num_pairs * self.pair_flops,
-            dense_flops=2 * (count * self.dense_weights + head) + num_dense_pairs * self.pair_flops,
+            dense_flops=2 * (count * self.dense_weights + head)
+            + self.num_dense_pairs * self.pair_flops,
             num_visits=used.num_visits,
             num_visits_dense=count * self.num_layers,
         )

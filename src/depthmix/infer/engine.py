@@ -31,7 +31,7 @@ from depthmix.nn import Transformer
 SEED_STRIDE = 0x5DEECE66D
 # requests at a time and tokens of a step, where nobody says: a GPU wants many of both
 BATCH_CPU, BATCH_GPU = 8, 256
-CHUNK_CPU, CHUNK_GPU = 512, 2048
+CHUNK_CPU, CHUNK_GPU = 512, 8192
 # room for a routed block's tokens, over its capacity: texts use more depth or less
 CACHE_MARGIN = 1.25
 # tokens that rows have room for beyond the next step: their books need not be kept at every one
@@ -50,6 +50,7 @@ class _Step(NamedTuple):
     """A step that is under way."""
 
     plan: Plan
+    tracks: list[Track]
     flight: Flight
 
 
@@ -116,11 +117,12 @@ class Engine:
         self.pages = Pages(
             num_pages, page_size, config.num_layers, max_batch, ahead, config.max_seq_len
         )
+        # several prompts may share a step
+        step_tokens = max(chunk_tokens, 2 * max_batch)
         chunk_tokens = min(chunk_tokens, config.max_seq_len)
-        # a whole chunk has room beside those that decode where chunks are never cut
-        step_tokens = (
-            chunk_tokens + max_batch if self.invariant else max(chunk_tokens, 2 * max_batch)
-        )
+        if self.invariant:
+            # a whole chunk has room beside those that decode, because chunks are never cut
+            step_tokens = chunk_tokens + max_batch
         self.runner = make_runner(
             model,
             self.pages,
@@ -135,6 +137,7 @@ class Engine:
             max_step_tokens=step_tokens,
             chunk_tokens=chunk_tokens,
             invariant=self.invariant,
+            on_stop=self._count,
         )
         self._random = random.Random(seed)
         self._meter = DepthMeter(config, chosen)
@@ -270,7 +273,7 @@ class Engine:
                     tokens=list(tokens),
                     num_prompt=len(tokens),
                     max_new=max_new,
-                    slot=self._meter.open(),
+                    meter=self._meter.copy(),
                     stream=TextStream(self.decode, params.stop) if self.decode else None,
                     seen=self.runner.mark_seen(tokens, params),
                 )
@@ -310,26 +313,28 @@ class Engine:
         return _Alone(self._stepping)
 
     def _start(self, plan: Plan) -> None:
-        tracks = [self._tracks[key] for key in plan.key.tolist()]
+        if self._steps and plan.key is self._steps[-1].plan.key:
+            tracks = self._steps[-1].tracks
+        else:
+            tracks = [self._tracks[key] for key in plan.key.tolist()]
         self.scheduler.start(plan)
         try:
             flight = self.runner.launch(plan, tracks)
         except BaseException:
             self._take_back(plan)
             raise
-        self._steps.append(_Step(plan, flight))
+        self._steps.append(_Step(plan, tracks, flight))
 
     def _settle(self, plan: Plan, report: Report) -> list[Event]:
         self.scheduler.settle(plan, report.stored)
         self._peak_pages = max(self._peak_pages, self.pages.num_used)
-        tracks = [self._tracks.get(key) for key in plan.key.tolist()]
-        self._count(plan, report, tracks)
         events: list[Event] = []
         # whose tokens go on
         alive: list[int] = []
-        columns = (plan.key.tolist(), plan.start.tolist(), plan.count.tolist(), tracks, *report[:4])
+        columns = (plan.key.tolist(), plan.start.tolist(), plan.count.tolist(), *report[:4])
         try:
-            for key, start, count, track, token, logprob, top, taken in zip(*columns, strict=True):
+            for key, start, count, token, logprob, top, taken in zip(*columns, strict=True):
+                track = self._tracks.get(key)
                 if track is None:
                     # it ended while the step was under way
                     continue
@@ -352,14 +357,9 @@ class Engine:
             self.scheduler.append(*alive)
         return events
 
-    def _count(self, plan: Plan, report: Report, tracks: Sequence[Track | None]) -> None:
-        """Add a step to what its samples used."""
-        columns = (plan.start, plan.count, plan.samples, report.used)
-        if None in tracks:
-            there = [number for number, track in enumerate(tracks) if track is not None]
-            columns = tuple(column[there] for column in columns)
-        slots = [track.slot for track in tracks if track is not None]
-        self._meter.add(slots, *columns)
+    def _count(self, key: int, row: int, num_computed: int) -> None:
+        """Add what a sample used in the row that it gives up."""
+        self._tracks[key].meter.add(num_computed, self.runner.take_usage(row))
 
     def _abandon(self) -> None:
         """Take back all steps that are under way, the newest first."""
@@ -380,11 +380,9 @@ class Engine:
         finish: Finish,
         error: Exception | None = None,
     ) -> Event:
-        track = self._tracks.pop(key)
         self.scheduler.remove(key)
-        depth = self._meter.read(track.slot, track.trail.read())
-        self._meter.close(track.slot)
-        rest, result = track.end(finish, depth, error)
+        track = self._tracks.pop(key)
+        rest, result = track.end(finish, error)
         return Event(track.request, track.number, token, text + rest, path, result)
 
 

@@ -9,7 +9,7 @@ many tokens a sequence has, not which, and nothing of the model.
 """
 
 from bisect import bisect_right, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -113,7 +113,9 @@ class Scheduler:
         max_step_tokens: int,
         chunk_tokens: int,
         invariant: bool,
+        on_stop: Callable[[int, int, int], object] | None = None,
     ) -> None:
+        """`on_stop` hears the key, row and computed tokens of a sequence that gives up its row."""
         if not 1 <= max_rows <= pages.num_rows:
             raise ValueError(
                 f"max_rows must lie between 1 and the {pages.num_rows} rows of the page tables, "
@@ -131,6 +133,7 @@ class Scheduler:
         self.max_step_tokens = max_step_tokens
         self.chunk_tokens = chunk_tokens
         self.invariant = invariant
+        self.on_stop = on_stop
         self.num_preempted = 0
         """Preemptions so far."""
         self._sequences: dict[int, _Sequence] = {}
@@ -154,6 +157,9 @@ class Scheduler:
         """Tokens that steps under way will sample."""
         # rows of those that run, in their order, until that changes
         self._rows: np.ndarray | None = None
+        # a plan in which all decode, how often it can be repeated, and whether it was started
+        self._repeated: Plan | None = None
+        self._num_repeats, self._was_started = 0, False
 
     @property
     def num_running(self) -> int:
@@ -181,6 +187,7 @@ class Scheduler:
             )
         sequence = _Sequence(key, self._num_arrived, num_prompt, num_prompt, num_prompt + max_new)
         self._num_arrived += 1
+        self._repeated = None
         self._sequences[key] = sequence
         self._waiting.append(sequence)
 
@@ -215,6 +222,10 @@ class Scheduler:
         Sequences may be preempted on the way, but none that is in a step under way: the plan is
         then empty until that step is settled. A chunk that was not started is planned again.
         """
+        repeated, self._repeated = self._repeat(), None
+        if repeated is not None:
+            self._repeated = repeated
+            return repeated
         try:
             return self._plan()
         except _BlockedError:
@@ -223,6 +234,7 @@ class Scheduler:
     def start(self, chunks: Chunks) -> None:
         """Note that a planned step is under way: later plans count on what it will do."""
         plan = Plan.gather(chunks)
+        self._was_started = plan is self._repeated
         self._num_started[plan.row] += plan.count
         self._num_ahead[plan.row] += plan.samples
         self.pages.promise(plan.row, plan.count)
@@ -252,7 +264,7 @@ class Scheduler:
 
         `restart` where the step may have changed what the cache holds: the sequence starts again.
         """
-        sequence = self._sequences.get(chunk.key)
+        sequence, self._repeated = self._sequences.get(chunk.key), None
         if sequence is None or sequence.row is None:
             return
         if restart:
@@ -278,9 +290,25 @@ class Scheduler:
         ones = np.ones(len(chosen), dtype=np.int64)
         plan = Plan(self._key[chosen], chosen, self._num_started[chosen], ones, ones.astype(bool))
         if not chunks:
+            if len(chosen) == len(rows) and not self._waiting:
+                # nothing changes until one of them ends: the next tokens of the same rows follow
+                self._repeated, self._was_started = plan, False
+                self._num_repeats = int((self._max_known[rows] - start).min(initial=1)) - 1
             return plan
         more = Plan.gather(chunks)
         return Plan(*map(np.concatenate, zip(plan.columns, more.columns, strict=True)))
+
+    def _repeat(self) -> Plan | None:
+        """The plan after one in which everybody decodes, where it has the same rows and room."""
+        last = self._repeated
+        if last is None or not self._was_started or not self._num_repeats:
+            return None
+        short = last.row[self.pages.room[last.row] == 0]
+        if len(short) and not self.pages.reserve_all(short, 1):
+            return None
+        self._num_repeats, self._was_started = self._num_repeats - 1, False
+        # the same columns: whoever knows them need not look at them again
+        return Plan(last.key, last.row, last.start + 1, last.count, last.samples)
 
     def _reserve_next(self, decoding: np.ndarray) -> np.ndarray:
         """Reserve the next token of these rows, oldest first; returns those that have room."""
@@ -426,9 +454,12 @@ class Scheduler:
         self.num_preempted += 1
 
     def _stop(self, sequence: _Sequence) -> None:
-        assert sequence.row is not None
-        self.pages.release(sequence.row)
-        heappush(self._free_rows, sequence.row)
+        row = sequence.row
+        assert row is not None
+        if self.on_stop is not None:
+            self.on_stop(sequence.key, row, int(self._num_computed[row]))
+        self.pages.release(row)
+        heappush(self._free_rows, row)
         self._running.remove(sequence)
-        self._key[sequence.row] = -1
-        self._rows = sequence.row = None
+        self._key[row] = -1
+        self._rows = self._repeated = sequence.row = None

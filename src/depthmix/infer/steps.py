@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from depthmix.infer.cache import PagedCache
+from depthmix.infer.depth import Usage
 from depthmix.infer.sampling import SamplingParams
 from depthmix.infer.scheduler import Plan
 from depthmix.infer.track import Track
@@ -28,8 +29,6 @@ class Report(NamedTuple):
     """Where anybody asked for some."""
     taken: Sequence[bytes]
     """Which routed blocks its tokens went through: a byte for each token and block."""
-    used: np.ndarray
-    """(chunks, 7): the numbers of a `Usage`."""
     stored: np.ndarray
     """(chunks, layers): how many tokens each layer stored."""
 
@@ -41,7 +40,6 @@ class Report(NamedTuple):
             [self.logprob[number] for number in at],
             [self.top[number] for number in at],
             [self.taken[number] for number in at],
-            self.used[numbers],
             self.stored[numbers],
         )
 
@@ -53,7 +51,6 @@ def join_reports(reports: Sequence[Report]) -> Report:
         [logprob for report in reports for logprob in report.logprob],
         [top for report in reports for top in report.top],
         [taken for report in reports for taken in report.taken],
-        np.concatenate([report.used for report in reports]),
         np.concatenate([report.stored for report in reports]),
     )
 
@@ -87,6 +84,10 @@ class StepRunner(Protocol):
 
     def launch(self, plan: Plan, tracks: Sequence[Track]) -> Flight:
         """Start a step with these chunks, whose samples are `tracks`."""
+        ...
+
+    def take_usage(self, row: int) -> Usage:
+        """What was computed for the tokens that a row's cache holds, before it is given up."""
         ...
 
     def warm_up(self, progress: Callable[[int, int], None] | None) -> float: ...

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from depthmix.infer.depth import Depth, Trail
+from depthmix.infer.depth import DepthMeter, Trail
 from depthmix.infer.results import Alternative, Finish, Sample
 from depthmix.infer.sampling import SamplingParams
 from depthmix.infer.text import TextStream
@@ -29,8 +29,7 @@ class Track:
     """The prompt's, then its own as far as they are known."""
     num_prompt: int
     max_new: int
-    slot: int
-    """Where the engine's meter adds up its compute."""
+    meter: DepthMeter
     stream: TextStream | None
     seen: Tensor | None
     """Tokens of the prompt and its own, as a mask, where repetition is penalised and the runner
@@ -79,9 +78,7 @@ class Track:
                 return text, "stop"
         return text, "length" if len(tokens) - self.num_prompt == self.max_new else None
 
-    def end(
-        self, finish: Finish, depth: Depth, error: Exception | None = None
-    ) -> tuple[str, Sample]:
+    def end(self, finish: Finish, error: Exception | None = None) -> tuple[str, Sample]:
         """Text that was held back, and the finished sample."""
         rest = "" if self.stream is None or error is not None else self.stream.finish()
         wish = self.params.logprobs
@@ -91,6 +88,7 @@ class Track:
             finish=finish,
             logprobs=None if wish is None else tuple(self.logprobs),
             top_logprobs=tuple(self.top_logprobs) if wish else None,
-            depth=depth,
+            # each of its tokens was drawn from logits of one
+            depth=self.meter.read(self.num_new, self.trail.read()),
             error=error,
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 from depthmix.config import ModelConfig
 from depthmix.infer.cache import PagedCache
 from depthmix.infer.depth import Usage
-from depthmix.infer.pages import Pages, find_rows
+from depthmix.infer.pages import Pages
 from depthmix.infer.paths.layout import find_stacks, make_rules
 from depthmix.infer.sampling import SamplingParams, pack_settings, top_logprobs
 from depthmix.infer.scheduler import Plan
@@ -63,6 +63,8 @@ class Stage(NamedTuple):
     token: np.ndarray
     logprob: np.ndarray
     taken: np.ndarray
+    event: torch.cuda.Event | None
+    """Whether it came back."""
 
 
 class Step:
@@ -100,22 +102,35 @@ class Step:
                 for _ in range(NUM_STAGES)
             ]
 
-        # the host writes and reads part by part
-        self.stages = [
-            Stage(
-                inputs,
-                [part.numpy() for part in inputs.split(sizes)],
-                told,
-                *(found.numpy() for found in split(told)),
-            )
-            for inputs, told in zip(stage(self.inputs), stage(self.told), strict=True)
-        ]
-        self._turn = 0
+        def make_stage(inputs: Tensor, told: Tensor) -> Stage:
+            # the host writes and reads part by part
+            parts = [part.numpy() for part in inputs.split(sizes)]
+            token, logprob, taken = (found.numpy() for found in split(told))
+            event = torch.cuda.Event() if on_gpu else None
+            return Stage(inputs, parts, told, token, logprob, taken, event)
+
+        pairs = zip(stage(self.inputs), stage(self.told), strict=True)
+        self.stages = [make_stage(*pair) for pair in pairs]
+        # the rows whose next tokens each of them was filled for, where nothing else is in it
+        self.filled: list[np.ndarray | None] = [None] * NUM_STAGES
+        self.turn = 0
 
     def take_turn(self) -> Stage:
         """Memory that no step under way uses."""
-        self._turn = (self._turn + 1) % NUM_STAGES
-        return self.stages[self._turn]
+        self.turn = (self.turn + 1) % NUM_STAGES
+        return self.stages[self.turn]
+
+    def fill(self, plan: Plan, tracks: Sequence[Track], num_alone: int) -> np.ndarray:
+        """Write a plan into the stage whose turn it is; returns where its chunks' tokens begin."""
+        stage, filled = self.stages[self.turn], self.filled[self.turn]
+        if filled is plan.row:
+            # as it was some steps ago, and every token is one that the device has drawn
+            stage.parts[2][:num_alone] = plan.start
+            return stage.parts[3][:num_alone]
+        begins = _fill(self.shape, stage.parts, plan, tracks, num_alone)
+        all_drawn = num_alone == len(plan) and stage.parts[0][:num_alone].max() < 0
+        self.filled[self.turn] = plan.row if all_drawn else None
+        return begins
 
 
 class FusedFlight(NamedTuple):
@@ -131,12 +146,23 @@ class FusedFlight(NamedTuple):
     """Where each one's tokens begin."""
     stage: Stage
     tops: tuple[Tensor, Tensor] | None
-    event: torch.cuda.Event | None
 
     def wait(self) -> Report:
-        if self.event is not None:
-            self.event.synchronize()
+        if self.stage.event is not None:
+            self.stage.event.synchronize()
         return self.runner.read(self)
+
+
+class _Group(NamedTuple):
+    """Rows that a plan may repeat, and what was found out about them."""
+
+    row: np.ndarray
+    num_alone: int
+    order: np.ndarray | None
+    step: Step
+    plain: bool
+    filtered: bool
+    most_tops: int
 
 
 class FusedRunner:
@@ -190,6 +216,7 @@ class FusedRunner:
         self._is_plain = np.zeros(pages.num_rows, dtype=bool)
         self._filters = np.zeros(pages.num_rows, dtype=bool)
         self._num_tops = np.zeros(pages.num_rows, dtype=np.int64)
+        self._group: _Group | None = None
         self._lost = False
 
     def _make_single(self) -> DecodeStep | None:
@@ -212,7 +239,18 @@ class FusedRunner:
     def forget(self) -> None:
         """A step failed: nobody knows what the device holds."""
         self._settled.fill(-1)
-        self._lost = True
+        self._group, self._lost = None, True
+
+    def take_usage(self, row: int) -> Usage:
+        """What was computed for the tokens that a row's cache holds.
+
+        Whoever visits a block is stored there, each query sees the keys before it and its own, and
+        no block has experts: the lengths of the row say it all.
+        """
+        lengths = self.pages.lengths[row]
+        num_visits, num_routed = int(lengths.sum()), int(lengths[self.routed_layers].sum())
+        num_pairs = int((lengths * (lengths + 1)).sum()) // 2
+        return Usage(num_visits, num_routed, 0, num_visits, num_routed, num_pairs, 0)
 
     def warm_up(self, progress: Callable[[int, int], None] | None) -> float:
         """Compile what requests of any length need, and record what most of them do."""
@@ -275,30 +313,39 @@ class FusedRunner:
             self._lost = False
         else:
             self.cache.follow(self.pages.drain_changes())
+        group = self._group
+        if group is None or group.row is not plan.row:
+            group = self._group = self._find_group(plan, tracks)
+        if group.order is not None:
+            plan = Plan(*(column[group.order] for column in plan.columns))
+            tracks = [tracks[number] for number in group.order.tolist()]
+        step = group.step
+        stage = step.take_turn()
+        begins = step.fill(plan, tracks, group.num_alone)
+        step.inputs.copy_(stage.inputs, non_blocking=True)
+        self._run(step, group.plain, group.filtered)
+        tops = self._find_tops(step, group.most_tops) if group.most_tops else None
+        stage.told.copy_(step.told, non_blocking=True)
+        if stage.event is not None:
+            stage.event.record()
+        return FusedFlight(self, plan, group.order, group.num_alone, begins, stage, tops)
+
+    def _find_group(self, plan: Plan, tracks: Sequence[Track]) -> _Group:
+        """How a plan is computed; the device learns of samples that are new to it."""
         num_alone, order = int(np.count_nonzero(plan.count == 1)), None
         if num_alone < len(plan):
             order = put_alone_first(plan.count)
-        if order is not None:
-            plan = Plan(*(column[order] for column in plan.columns))
-            tracks = [tracks[number] for number in order.tolist()]
-        shape = choose_shape(plan, num_alone)
-        step = self._find_step(shape)
-        stage = step.take_turn()
-        begins = _fill(shape, stage.parts, plan, tracks, num_alone)
-        step.inputs.copy_(stage.inputs, non_blocking=True)
         self._send_settings(plan, tracks)
         asked = plan.row[plan.samples]
-        num_plain = int(np.count_nonzero(self._is_plain[asked]))
-        num_filters = int(np.count_nonzero(self._filters[asked]))
-        self._run(step, num_plain == len(asked), num_filters > 0)
-        most = int(self._num_tops[asked].max(initial=0))
-        tops = self._find_tops(step, most) if most else None
-        stage.told.copy_(step.told, non_blocking=True)
-        event = None
-        if self.on_gpu:
-            event = torch.cuda.Event()
-            event.record()
-        return FusedFlight(self, plan, order, num_alone, begins, stage, tops, event)
+        return _Group(
+            plan.row,
+            num_alone,
+            order,
+            self._find_step(choose_shape(plan, num_alone)),
+            plain=bool(self._is_plain[asked].all()),
+            filtered=bool(self._filters[asked].any()),
+            most_tops=int(self._num_tops[asked].max(initial=0)),
+        )
 
     def _find_step(self, shape: StepShape) -> Step:
         step = self.steps.get(shape)
@@ -324,9 +371,11 @@ class FusedRunner:
             [track.seed for _, track in new],
             [track.num_new for _, track in new],
         )
-        rows = self._send(torch.tensor([row for row, _ in new]))
-        self.state.shares.index_copy_(1, rows, self._send(shares))
-        self.state.counts.index_copy_(1, rows, self._send(counts))
+        # in one piece, whatever the type
+        rows = torch.from_numpy(plan.row[news])[None]
+        packed = self._send(torch.cat([shares.view(torch.int64), counts, rows]))
+        self.state.shares.index_copy_(1, packed[-1], packed[: len(shares)].view(torch.float64))
+        self.state.counts.index_copy_(1, packed[-1], packed[len(shares) : -1])
         marked = [(row, track) for row, track in new if track.params.repetition_penalty != 1]
         if marked:
             # what was recorded before the first of them knows nothing of marks
@@ -417,26 +466,15 @@ class FusedRunner:
         plan, begins, stage = flight.plan, flight.begins, flight.stage
         num_chunks, num_tokens = len(plan), int(begins[-1] + plan.count[-1])
         taken_RT = stage.taken[:, :num_tokens]
-        # keys that a chunk stored in each routed block, and how many lay before them
+        # keys that a chunk stored in each routed block
         if num_chunks == num_tokens:
-            kept_CR = taken_RT.T.astype(np.int64)
+            kept_CR = taken_RT.T
         else:
             kept_CR = np.add.reduceat(taken_RT, begins, axis=1, dtype=np.int64).T
-        before_CR = self.pages.lengths[find_rows(plan.row)][:, self.routed_layers]
-        # each query sees those before it and its own
-        num_pairs = (kept_CR * (2 * before_CR + kept_CR + 1)).sum(axis=1)
-        num_routed, num_dense = kept_CR.sum(axis=1), self.num_dense * plan.count
-        # what lay before a dense layer's chunk is known even where steps before it are not settled
-        num_pairs += num_dense * (2 * plan.start + plan.count + 1)
-        used = np.zeros((num_chunks, len(Usage._fields)), dtype=np.int64)
-        # whoever visits a block is stored there, and no block has experts
-        used[:, 0] = used[:, 3] = num_dense + num_routed
-        used[:, 1] = used[:, 4] = num_routed
-        used[:, 5] = num_pairs // 2
         stored_CL = np.repeat(plan.count[:, None], self.config.num_layers, axis=1)
         stored_CL[:, self.routed_layers] = kept_CR
         taken = _read_taken(taken_RT, plan, flight.num_alone, begins)
-        report = Report(*self._read_drawn(flight), taken, used, stored_CL)
+        report = Report(*self._read_drawn(flight), taken, stored_CL)
         return report if flight.order is None else report.take(np.argsort(flight.order))
 
     def _read_drawn(

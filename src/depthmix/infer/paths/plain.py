@@ -89,6 +89,7 @@ class Runner:
         self.kept_line = 1 + (self.num_routed if config.routing.kv_capacity is not None else 0)
         self.steps: dict[int, RecordedStep] = {}
         """By batch size."""
+        self._used = np.zeros((pages.num_rows, len(Usage._fields)), dtype=np.int64)
         self.drawer = TorchDrawer(config.vocab_size, weight.device, record=record)
         # what the device's own input and lengths are, so that only news is sent
         self._waiting: tuple[int, list[int], list[int], list[int]] | None = None
@@ -105,14 +106,19 @@ class Runner:
         drawn = self._draw([(tracks[number], done[number]) for number in asked])
         found: dict[int, tuple[int, float, Top | None]] = dict(zip(asked, drawn, strict=True))
         columns = zip(*(found.get(n, (None, 0.0, None)) for n in range(len(done))), strict=True)
+        self._used[plan.row] += np.array([d.used for d in done])
         return Ready(
             Report(
                 *map(list, columns),
                 taken=[b"".join(map(bytes, d.paths)) for d in done],
-                used=np.array([d.used for d in done]),
                 stored=np.array([d.stored for d in done]),
             )
         )
+
+    def take_usage(self, row: int) -> Usage:
+        """What was computed in this row since the last time it was asked."""
+        used, self._used[row] = Usage(*self._used[row].tolist()), 0
+        return used
 
     def warm_up(self, progress: Callable[[int, int], None] | None) -> float:
         """There is nothing to do ahead."""
