@@ -1,6 +1,8 @@
+import gc
 import math
 import random
 import threading
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -708,3 +710,20 @@ def test_the_default_cache_is_sized_by_capacity() -> None:
     assert count_pages(config, "predictor", 64, 16) < 0.65 * dense
     # one sequence always has room
     assert count_pages(config, "predictor", 1, 16) == 64 * config.num_layers
+
+
+def test_an_engine_is_freed_at_once() -> None:
+    """Not at the next collection: its cache may be most of a GPU's memory."""
+    engine = Engine(get_model("mod"))
+    engine.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=3))
+    engine.add([5, 6])
+    engine.step()
+    parts = [weakref.ref(part) for part in (engine, engine.runner, engine.scheduler)]
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        del engine
+        assert [part() for part in parts] == [None] * 3
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -10,6 +10,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,17 +132,17 @@ class Engine:
             apart=self.invariant,
             max_step_tokens=step_tokens,
         )
+        self._tracks: dict[int, Track] = {}
         self.scheduler = Scheduler(
             self.pages,
             max_rows=max_batch,
             max_step_tokens=step_tokens,
             chunk_tokens=chunk_tokens,
             invariant=self.invariant,
-            on_stop=self._count,
+            on_stop=partial(_count_use, self._tracks, self.runner),
         )
         self._random = random.Random(seed)
         self._meter = DepthMeter(config, chosen)
-        self._tracks: dict[int, Track] = {}
         self._paths = _KnownPaths()
         self._steps: deque[_Step] = deque()
         # the first for the books, the second for whoever steps
@@ -357,10 +358,6 @@ class Engine:
             self.scheduler.append(*alive)
         return events
 
-    def _count(self, key: int, row: int, num_computed: int) -> None:
-        """Add what a sample used in the row that it gives up."""
-        self._tracks[key].meter.add(num_computed, self.runner.take_usage(row))
-
     def _abandon(self) -> None:
         """Take back all steps that are under way, the newest first."""
         while self._steps:
@@ -384,6 +381,14 @@ class Engine:
         track = self._tracks.pop(key)
         rest, result = track.end(finish, error)
         return Event(track.request, track.number, token, text + rest, path, result)
+
+
+# not a method: an engine that refers to itself would keep its memory until the next collection
+def _count_use(
+    tracks: dict[int, Track], runner: StepRunner, key: int, row: int, num_computed: int
+) -> None:
+    """Add what a sample used in the row that it gives up."""
+    tracks[key].meter.add(num_computed, runner.take_usage(row))
 
 
 class _KnownPaths(dict[bytes, Path]):

@@ -3,7 +3,9 @@
 Knows nothing of what the work is.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
@@ -11,6 +13,18 @@ import torch
 
 Result = TypeVar("Result")
 WARMUP_RUNS = 3
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A graph that is collected while another one is captured would spoil the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def record_graph(
@@ -37,7 +51,8 @@ def record_graph(
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     # other threads may use the device meanwhile
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    capture = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+    with _without_collections(), capture:
         result = work()
     return graph, result
 
