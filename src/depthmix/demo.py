@@ -128,9 +128,9 @@ def run_demo(
 
 def read_run(name: str, folder: RunDir) -> Trained:
     """A finished run's curve and last numbers."""
-    train = folder.read_metrics("train")
+    records = folder.read_metrics()
+    train, val = ([r for r in records if r["kind"] == kind] for kind in ("train", "val"))
     curve = [(record["flops"], record["loss"]) for record in train]
-    val = folder.read_metrics("val")
     return Trained(name, folder, curve, train[-1], val[-1] if val else {})
 
 
