@@ -19,8 +19,8 @@ from depthmix.data.tokenizer import load_tokenizer
 from depthmix.infer import Engine, SamplingParams
 from depthmix.models import open_model
 from depthmix.models.vocabulary import Vocabulary
-from depthmix.sampler import Sampler
-from depthmix.shades import Shader, shade_tokens
+from depthmix.sample import Sampler
+from depthmix.sample.show import Shader, shade_tokens
 from test_architecture import modules_loaded_by
 from text_runs import write_text_run
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from depthmix.infer.depth import Depth
 from depthmix.infer.results import Alternative, Sample, Stats
 from depthmix.infer.text import TextStream
-from depthmix.shades import (
+from depthmix.sample.show import (
     DepthText,
     ShadedText,
     Shader,
