@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from depthmix.infer import SamplingParams
+from depthmix.infer import Event, SamplingParams
 from depthmix.infer.depth import Depth, join_depths
 from depthmix.infer.results import Sample, Stats
 from depthmix.infer.text import TextStream
@@ -63,20 +63,34 @@ class DepthText:
     The text decides what is shown: what a stop string cut off has tokens too.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._stream = TextStream(decode)
+    def __init__(self, stream: TextStream | None = None) -> None:
+        """`stream` is for events of a sample with stop strings, which hold its text back.
+
+        Without them an event's text is that of its token, and nothing is decoded here.
+        """
+        self._stream = stream
+        self._waiting: str | None = None
         self._deepest = 0
         self._pieces: deque[ShadedText] = deque()
         self._certain = ""
+
+    def add_event(self, event: Event) -> None:
+        """What the engine tells of the sample: a token, and the path of the one before it."""
+        self.add_text(event.text)
+        if event.token is None:
+            # an end that came without a token has no path either
+            return
+        if self._waiting is not None:
+            self.add_token(self._waiting, event.path)
+        self._waiting = event.text if self._stream is None else self._stream.add(event.token)
 
     def add_text(self, text: str) -> None:
         """More text that is certain."""
         self._certain += text
 
-    def add_token(self, token: int, path: Sequence[bool]) -> None:
-        """The next token, now that it has been computed."""
+    def add_token(self, text: str, path: Sequence[bool]) -> None:
+        """The next token's text, now that it has been computed; empty inside a character."""
         self._deepest = max(self._deepest, sum(path))
-        text = self._stream.add(token)
         if text:
             self._pieces.append(ShadedText(text, self._deepest))
             self._deepest = 0
@@ -109,10 +123,10 @@ def shade_tokens(
     text: str,
 ) -> list[ShadedText]:
     """A whole text in pieces; the last tokens may have no path."""
-    joined = DepthText(decode)
+    joined, stream = DepthText(), TextStream(decode)
     joined.add_text(text)
     for token, path in zip(tokens, paths, strict=False):
-        joined.add_token(token, path)
+        joined.add_token(stream.add(token), path)
     return joined.finish()
 
 
@@ -258,6 +272,7 @@ class Show:
         self.prompts = [sampler.vocabulary.encode(text) for text in texts]
         self.num_samples = params.n * len(texts)
         self.done: dict[tuple[int, int], Sample] = {}
+        self._shaded: dict[tuple[int, int], DepthText] = {}
         self._num_printed = 0
 
     def warm_up(self, progress: Callable[[], object] | None = None) -> None:
@@ -283,8 +298,10 @@ class Show:
             return
         for events in self.sampler.run(stopped):
             for event in events:
+                place = numbers[event.request], event.sample
+                if self.shader is not None:
+                    self._shade(place, event)
                 if event.result is not None:
-                    place = numbers[event.request], event.sample
                     self.done[place] = event.result
                     if self.stream:
                         self._print_sample(*place)
@@ -318,29 +335,32 @@ class Show:
 
     def _flow(self, stopped: Callable[[], object], paths: Sequence[Sequence[bool]]) -> None:
         """One sample while it comes; `paths` are its prompt's."""
-        joined, waiting = DepthText(self.sampler.vocabulary.decode), None
         self._print_prompt(0, paths)
         for events in self.sampler.run(stopped):
             for event in events:
                 if self.shader is None:
                     self._print_text(event.text)
                 else:
-                    joined.add_text(event.text)
-                    # an end that came without a token has no path either
-                    if waiting is not None and event.token is not None:
-                        joined.add_token(waiting, event.path)
-                    waiting = event.token
-                    self._print_pieces(joined.take())
+                    self._print_pieces(self._shade((0, 0), event).take())
                 if event.result is not None:
                     self.done[0, 0] = event.result
-        self._print_pieces(joined.finish())
+                    if self.shader is not None:
+                        self._print_pieces(self._shaded.pop((0, 0)).finish())
         self._write("\n")
+
+    def _shade(self, place: tuple[int, int], event: Event) -> DepthText:
+        """A sample's text so far with the depth of its tokens."""
+        if place not in self._shaded:
+            decode = self.sampler.vocabulary.decode
+            self._shaded[place] = DepthText(TextStream(decode) if self.params.stop else None)
+        self._shaded[place].add_event(event)
+        return self._shaded[place]
 
     def _print_sample(self, prompt: int, number: int) -> None:
         """A finished sample, with a heading where there are several."""
-        found, decode = self.done[prompt, number], self.sampler.vocabulary.decode
-        text, tokens = self.texts[prompt], self.prompts[prompt]
+        found, text, tokens = self.done[prompt, number], self.texts[prompt], self.prompts[prompt]
         if self.as_json:
+            decode = self.sampler.vocabulary.decode
             self._write(json.dumps(to_dict(text, tokens, number, found, decode)) + "\n")
             return
         if self.num_samples > 1:
@@ -348,13 +368,12 @@ class Show:
             told = [f"{name} {i + 1} of {count}" for name, i, count in parts if count > 1]
             self._write(("\n" if self._num_printed else "") + f"--- {', '.join(told)} ---\n")
         self._num_printed += 1
-        before, after = found.depth.blocks[: len(tokens)], found.depth.blocks[len(tokens) :]
-        self._print_prompt(prompt, before)
+        self._print_prompt(prompt, found.depth.blocks[: len(tokens)])
         assert found.text is not None
         if self.shader is None:
             self._print_text(found.text)
         else:
-            self._print_pieces(shade_tokens(decode, found.tokens, after, found.text))
+            self._print_pieces(self._shaded.pop((prompt, number)).finish())
         self._write("\n")
 
     def _print_prompt(self, prompt: int, paths: Sequence[Sequence[bool]]) -> None:
