@@ -31,7 +31,7 @@ def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(  # pyrefly: ignore[no-matching-overload]
-        [sys.executable, "-m", "depthmix.cli", *args],
+        [sys.executable, "-m", "depthmix", *args],
         **{"capture_output": True, "text": True, "check": False, **options},
     )
 

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from depthmix.data import stdlib
-from depthmix.data.tokenizer import END_OF_TEXT
+from depthmix.data.tokenizer import END_OF_TEXT, say_why
 
 Kind = Literal["text", "jsonl", "parquet", "tokens", "hub", "made"]
 
@@ -481,10 +481,9 @@ def _read_hub(unit: Unit, text_field: str, num_skipped: int) -> Iterator[Documen
             record = next(records, None)
         # the library and the network below it raise what they like
         except Exception as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise ValueError(
-                f"{unit.name} could not be read from the Hugging Face hub ({reason}): check the "
-                f"name and the network, then run the same command again"
+                f"{unit.name} could not be read from the Hugging Face hub ({say_why(error)}): "
+                f"check the name and the network, then run the same command again"
             ) from error
         if record is None:
             return
