@@ -28,7 +28,7 @@ from depthmix.infer import Engine, SamplingParams
 from depthmix.models import open_model
 from depthmix.nn import Transformer
 from depthmix.runs.folder import RunDir
-from depthmix.sampler import place_network
+from depthmix.sample.sampler import place_network
 from depthmix.train.optim import make_optimizers
 from depthmix.train.parallel import compile_layers
 from depthmix.train.step import TrainStep

@@ -14,7 +14,7 @@ SOURCES = sorted(SRC.rglob("*.py"))
 
 # planning and reporting: present modules among these must load without torch
 NO_TORCH = (
-    *("config", "files", "flops", "describe", "runs"),
+    *("config", "files", "flops", "runs"),
     *("progress", "units", "sweep", "report"),
 )
 

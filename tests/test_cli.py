@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import depthmix
-from depthmix import describe
 from depthmix.cli import main
 from depthmix.config import ModelConfig, Recipe, RunConfig, load_preset, preset_names
 from depthmix.config.fields import document_fields
+from depthmix.report import describe
 from depthmix.runs.folder import RunDir
 from tiny_runs import MODEL, RECIPE, read_tree, write_data
 
@@ -31,7 +31,7 @@ def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(  # pyrefly: ignore[no-matching-overload]
-        [sys.executable, "-m", "depthmix.cli", *args],
+        [sys.executable, "-m", "depthmix", *args],
         **{"capture_output": True, "text": True, "check": False, **options},
     )
 

@@ -9,7 +9,7 @@ from depthmix.config import ExpertsConfig, ModelConfig, RoutingConfig, load_pres
 if TYPE_CHECKING:
     from depthmix.infer import Engine, SamplingParams
     from depthmix.nn import Cache, Output, Routing, Transformer
-    from depthmix.sampler import open_model
+    from depthmix.sample import open_model
     from depthmix.train.step import TrainStep
 
 __version__ = "0.1.0"
@@ -35,7 +35,7 @@ _LAZY = {
     **dict.fromkeys(("Cache", "Output", "Routing", "Transformer"), "depthmix.nn"),
     **dict.fromkeys(("Engine", "SamplingParams"), "depthmix.infer"),
     "TrainStep": "depthmix.train.step",
-    "open_model": "depthmix.sampler",
+    "open_model": "depthmix.sample",
 }
 
 

@@ -17,7 +17,6 @@ from rich.table import Table
 from depthmix.budget import count_steps
 from depthmix.config import RunConfig, load_config
 from depthmix.data.shards import Corpus
-from depthmix.describe import describe_model, print_tables
 from depthmix.eval.trace import trace_model
 from depthmix.files import replace_file
 from depthmix.infer import SamplingParams
@@ -25,11 +24,12 @@ from depthmix.models import open_model
 from depthmix.models.vocabulary import find_vocabulary
 from depthmix.report import write_report
 from depthmix.report.curves import Points, draw_text_plot, plot_losses
+from depthmix.report.describe import describe_model, print_tables
 from depthmix.report.figures import NoMatplotlib
 from depthmix.report.view import write_page
 from depthmix.runs.folder import RunDir, name_run
-from depthmix.sampler import start_sampler
-from depthmix.show import Show
+from depthmix.sample import start_sampler
+from depthmix.sample.show import Show
 from depthmix.train.launch import Launch, launch
 from depthmix.units import format_power
 
@@ -128,9 +128,9 @@ def run_demo(
 
 def read_run(name: str, folder: RunDir) -> Trained:
     """A finished run's curve and last numbers."""
-    train = folder.read_metrics("train")
+    records = folder.read_metrics()
+    train, val = ([r for r in records if r["kind"] == kind] for kind in ("train", "val"))
     curve = [(record["flops"], record["loss"]) for record in train]
-    val = folder.read_metrics("val")
     return Trained(name, folder, curve, train[-1], val[-1] if val else {})
 
 

@@ -19,8 +19,8 @@ from depthmix.data.tokenizer import load_tokenizer
 from depthmix.infer import Engine, SamplingParams
 from depthmix.models import open_model
 from depthmix.models.vocabulary import Vocabulary
-from depthmix.sampler import Sampler
-from depthmix.shades import Shader, shade_tokens
+from depthmix.sample import Sampler
+from depthmix.sample.show import Shader, shade_tokens
 from test_architecture import modules_loaded_by
 from text_runs import write_text_run
 
@@ -372,3 +372,23 @@ def test_help_loads_no_torch() -> None:
     loaded = modules_loaded_by("from depthmix.cli import main; main(['sample', '--help'])")
     assert "depthmix.cli.sample" in loaded
     assert "torch" not in loaded
+
+
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_colours_decode_nothing_twice(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, stream: str
+) -> None:
+    decode, calls = Vocabulary.decode, []
+
+    def count(vocabulary: Vocabulary, tokens: Any) -> str:
+        calls.append(list(tokens))
+        return decode(vocabulary, tokens)
+
+    monkeypatch.setattr(Vocabulary, "decode", count)
+    wish = ("--prompt", "line", "--no-echo", "--seed", 5, "--max-tokens", 12, stream)
+    ask(*wish)
+    plain = list(calls)
+    assert len(plain) >= 12
+    calls.clear()
+    ask(*wish, "--color")
+    assert calls == plain

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from depthmix.data.manifest import MANIFEST_FILE, Manifest
-from depthmix.data.writer import ShardWriter
+from depthmix.data.shards import ShardWriter
 
 END = 0
 

@@ -11,7 +11,7 @@ import pytest
 
 from depthmix.data import default, stdlib
 from depthmix.data.default import find_cache, name_default, prepare_default
-from depthmix.data.progress import Progress
+from depthmix.data.prepare import Progress
 from depthmix.data.shards import Corpus
 
 

@@ -1,14 +1,29 @@
-"""What a SOURCE can be, and what is said of one that cannot, before any work."""
+"""What a SOURCE can be, what is said of one that cannot, and documents in every format."""
 
 import gzip
+import json
+import lzma
 import os
+import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from depthmix.data import sources
-from depthmix.data.sources import list_source
+from depthmix.data.sources import (
+    Kind,
+    Unit,
+    hash_units,
+    list_source,
+    read_documents,
+    split_hub_name,
+)
 
 
 def keys(source: str, **options: object) -> list[str]:
@@ -91,7 +106,7 @@ def test_token_files(tmp_path: Path) -> None:
 
 
 def test_stdlib_and_the_hub_are_no_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "list_stdlib", lambda: [])
+    monkeypatch.setattr(sources, "_list_stdlib", lambda: [])
     assert keys("stdlib") == []
     assert keys("hf:owner/name") == ["hf:owner/name"]
 
@@ -163,3 +178,250 @@ def test_a_huge_file_is_checked_at_its_beginning_only(
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "long enough"}\nnot looked at')
     assert keys(str(path)) == ["a.jsonl"]
+
+
+def unit_of(path: Path, kind: Kind, dtype: str = "") -> Unit:
+    size = path.stat().st_size
+    return Unit(kind=kind, name=str(path), key=path.name, num_bytes=size, path=path, dtype=dtype)
+
+
+def contents(unit: Unit, **options: Any) -> list[Any]:
+    found = [document.content for document in read_documents(unit, **options)]
+    return [c.tolist() if isinstance(c, np.ndarray) else c for c in found]
+
+
+def write(path: Path, data: bytes) -> Path:
+    packers: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".xz": lzma.compress}
+    path.write_bytes(packers.get(path.suffix, bytes)(data))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.xz"])
+def test_a_text_is_one_document(tmp_path: Path, name: str) -> None:
+    text = "é\r\n\tline\n\n"
+    assert contents(unit_of(write(tmp_path / name, text.encode()), "text")) == [text]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", b"\xef\xbb\xbfhello")
+    assert contents(unit_of(path, "text")) == ["hello"]
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 5, 16, 1 << 22])
+def test_marks_are_found_across_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(sources, "BLOCK_BYTES", block)
+    data = "\né<|endoftext|>\nb<|endof\r\n<|endoftext|>\r\n\nc\n\n<|endoftext|>\n"
+    path = write(tmp_path / "a.txt", data.encode())
+    # one line end beside a mark belongs to the mark, others are text
+    assert contents(unit_of(path, "text")) == ["\né", "b<|endof", "\nc\n", ""]
+
+
+@given(st.lists(st.text("ab<|é", max_size=20), min_size=1, max_size=6), st.integers(1, 40))
+def test_documents_between_marks_come_back(texts: list[str], block: int) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "BLOCK_BYTES", block)
+        path = write(Path(folder, "a.txt"), "<|endoftext|>".join(texts).encode())
+        assert contents(unit_of(path, "text")) == texts
+
+
+@pytest.mark.parametrize("block", [2, 1 << 22])
+def test_bytes_that_are_no_text_are_placed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(sources, "BLOCK_BYTES", block)
+    path = write(tmp_path / "a.txt", b"abcd\xc3\xa9\xffx")
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text \(see byte 6\)"):
+        contents(unit_of(path, "text"))
+
+
+@pytest.mark.parametrize("name", ["cut.txt.gz", "cut.txt.xz"])
+def test_damaged_packing_is_named(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, b"hello world, hello world")
+    path.write_bytes(path.read_bytes()[:-6])
+    with pytest.raises(ValueError, match=rf"{name} is damaged"):
+        contents(unit_of(path, "text"))
+    path.write_bytes(b"this is not packed at all")
+    with pytest.raises(ValueError, match=rf"{name} is damaged"):
+        contents(unit_of(path, "text"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz"])
+def test_lines_of_json(tmp_path: Path, name: str) -> None:
+    lines = [{"text": "one\n"}, {"text": "zwei é", "n": 1}, {"text": None}, {"text": ""}]
+    data = "\n\n".join(json.dumps(line) for line in lines)
+    assert contents(unit_of(write(tmp_path / name, data.encode()), "jsonl")) == [
+        "one\n",
+        "zwei é",
+        "",
+        "",
+    ]
+
+
+def test_another_field(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"text": "no", "body": "yes"}')
+    assert contents(unit_of(path, "jsonl"), text_field="body") == ["yes"]
+
+
+def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rb'{"text": "a\ud800b \ud83d\ude42"}')
+    assert contents(unit_of(path, "jsonl")) == ["a\ufffdb 🙂"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"body": "x", "id": 1}', r"line 2 has no field 'text' \(its fields are body, id\)"),
+        (b'{"text": 5}', r"line 2: the field 'text' is not text but int"),
+        (b'{"text": "x"', r"line 2 is not JSON"),
+        (b'{"text": "\xff"}', r"line 2 is not JSON"),
+        (b'["text"]', r"line 2 is not a JSON object"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, words: str) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"text": "fine"}\n' + line)
+    with pytest.raises(ValueError, match=rf"a\.jsonl, {words}"):
+        contents(unit_of(path, "jsonl"))
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    texts = [f"document {i} é" for i in range(2500)]
+    parquet.write_table(pa.table({"text": [*texts, None], "n": [0] * 2501}), path)
+    unit = unit_of(path, "parquet")
+    assert contents(unit) == [*texts, ""]
+    assert contents(unit, num_skipped=2400) == [*texts[2400:], ""]
+    assert list(read_documents(unit))[-1].offset_bytes == unit.num_bytes
+    with pytest.raises(ValueError, match=r"no column 'body' \(its columns are text, n\)"):
+        contents(unit, text_field="body")
+    with pytest.raises(ValueError, match=r"row 1: the field 'n' is not text but int"):
+        contents(unit, text_field="n")
+
+
+def test_what_is_no_parquet_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    path = write(tmp_path / "a.parquet", b"this is not it")
+    with pytest.raises(ValueError, match=r"a\.parquet is not a Parquet file"):
+        contents(unit_of(path, "parquet"))
+
+
+def test_without_pyarrow_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = write(tmp_path / "a.parquet", b"")
+    with pytest.raises(ValueError, match=r"pip install 'depthmix\[parquet\]'"):
+        contents(unit_of(path, "parquet"))
+
+
+@pytest.mark.parametrize("block", [4, 8, 1 << 22])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("a.u16", "<u2"), ("a.u32.xz", "<u4"), ("a.bin", "<u4")]
+)
+def test_ids_end_with_the_end_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, block: int
+) -> None:
+    monkeypatch.setattr(sources, "BLOCK_BYTES", block)
+    ids = np.array([9, 8, 7, 6, 5, 9, 9, 1, 2, 3, 9, 4], dtype=dtype)
+    unit = unit_of(write(tmp_path / name, ids.tobytes()), "tokens", dtype)
+    expected = [[], [8, 7, 6, 5], [], [1, 2, 3], [4]]
+    assert contents(unit, end_token=9) == expected
+    assert contents(unit, end_token=9, num_skipped=3) == expected[3:]
+
+
+def test_half_an_id_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.u16", b"abc")
+    with pytest.raises(ValueError, match="does not hold a whole number of 2-byte ids"):
+        contents(unit_of(path, "tokens", "<u2"), end_token=0)
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_the_first_documents_can_be_skipped(tmp_path: Path, count: int) -> None:
+    path = write(tmp_path / "a.txt", b"a<|endoftext|>b<|endoftext|>c")
+    assert contents(unit_of(path, "text"), num_skipped=count) == ["a", "b", "c"][count:]
+
+
+class FakeDataset(list[dict[str, Any]]):
+    def skip(self, count: int) -> "FakeDataset":
+        return FakeDataset(self[count:])
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A `datasets` package whose one dataset has five records; collects what was asked for."""
+    asked = []
+
+    def load_dataset(name: str, config: str | None, **options: Any) -> FakeDataset:
+        asked.append((name, config, options))
+        if name == "owner/gone":
+            raise ConnectionError("no route to host\nmore")
+        return FakeDataset({"text": f"record {i}"} for i in range(5))
+
+    fake = types.ModuleType("datasets")
+    fake.load_dataset = load_dataset  # pyrefly: ignore[missing-attribute]
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    return asked
+
+
+def hub_unit(name: str) -> Unit:
+    return Unit(kind="hub", name=name, key=name)
+
+
+def test_hub_datasets_are_streamed(hub: list[Any]) -> None:
+    assert contents(hub_unit("hf:owner/name")) == [f"record {i}" for i in range(5)]
+    assert contents(hub_unit("hf:owner/name:en:test"), num_skipped=3) == ["record 3", "record 4"]
+    assert hub == [
+        ("owner/name", None, {"split": "train", "streaming": True}),
+        ("owner/name", "en", {"split": "test", "streaming": True}),
+    ]
+
+
+def test_hub_mistakes_are_sentences(hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"could not be read .* \(no route to host\)"):
+        contents(hub_unit("hf:owner/gone"))
+    with pytest.raises(ValueError, match=r"record 1 has no field 'body' \(its fields are text\)"):
+        contents(hub_unit("hf:owner/name"), text_field="body")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install 'depthmix\[datasets\]'"):
+        contents(hub_unit("hf:owner/name"))
+
+
+@pytest.mark.slow
+def test_the_real_datasets_library_streams_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "train.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    unit = hub_unit(f"hf:{tmp_path}")
+    assert contents(unit) == ["one", "two"]
+    assert contents(unit, num_skipped=1) == ["two"]
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("hf:a/b", ("a/b", None, "train")),
+        ("hf:a/b:c", ("a/b", "c", "train")),
+        ("hf:a/b::test", ("a/b", None, "test")),
+    ],
+)
+def test_hub_names(source: str, parts: tuple[str, str | None, str]) -> None:
+    assert split_hub_name(source) == parts
+
+
+@pytest.mark.parametrize("source", ["hf:", "hf:a/b:c:d:e"])
+def test_wrong_hub_names(source: str) -> None:
+    with pytest.raises(ValueError, match="is not a dataset: write hf:owner/name"):
+        split_hub_name(source)
+
+
+def test_units_are_named_by_key_and_size() -> None:
+    unit = Unit(kind="text", name="/here/a.txt", key="a.txt", num_bytes=3)
+    moved = Unit(kind="text", name="/there/a.txt", key="a.txt", num_bytes=3)
+    grown = Unit(kind="text", name="/here/a.txt", key="a.txt", num_bytes=4)
+    assert hash_units([unit]) == hash_units([moved]) != hash_units([grown])
+    assert hash_units([]) is None

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from depthmix.data import stdlib
-from depthmix.data.readers import read_documents
-from depthmix.data.stdlib import find_files, list_stdlib, render_module, render_topics
+from depthmix.data.sources import list_source, read_documents
+from depthmix.data.stdlib import find_files, render_module, render_topics
 
 HASH_MODULES = (
     "import hashlib; from depthmix.data.stdlib import MODULES, render_module;"
@@ -42,7 +42,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_sources_then_topics_then_modules(library: Path) -> None:
-    texts = [d.content for unit in list_stdlib() for d in read_documents(unit)]
+    texts = [d.content for unit in list_source("stdlib").units for d in read_documents(unit)]
     assert texts[:4] == ["é = 1", "raise SystemExit", "The def\n", "The if\n"]
     assert len(texts) == 5
     assert "cos(x, /)" in texts[4]
@@ -62,7 +62,7 @@ def test_a_python_without_sources_is_a_sentence(library: Path) -> None:
     for path in library.rglob("*.py"):
         path.unlink()
     with pytest.raises(ValueError, match=r"there are no source files in .* give a text file"):
-        list_stdlib()
+        list_source("stdlib")
 
 
 def test_topics_that_are_not_there(tmp_path: Path) -> None:

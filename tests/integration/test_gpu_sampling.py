@@ -179,7 +179,7 @@ def test_sixteen_samples_through_a_sampler() -> None:
     """As `depthmix sample RUN -n 16` does it, where a run cannot be written."""
     tokenizers = pytest.importorskip("tokenizers")
     from depthmix.models import Vocabulary
-    from depthmix.sampler import Sampler
+    from depthmix.sample import Sampler
 
     words = {"<|endoftext|>": 0} | {f"word{n}": n for n in range(1, 64)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word1"))

@@ -34,7 +34,7 @@ def test_only_what_is_used_is_loaded() -> None:
     assert "torch" not in modules_loaded_by("import depthmix; depthmix.load_preset('tiny')")
     loaded = modules_loaded_by("import depthmix; depthmix.Engine")
     assert "depthmix.infer" in loaded
-    assert not {"depthmix.train", "depthmix.models", "depthmix.sampler"} & loaded
+    assert not {"depthmix.train", "depthmix.models", "depthmix.sample"} & loaded
     assert "transformers" not in modules_loaded_by("import depthmix; depthmix.open_model")
 
 

@@ -21,7 +21,7 @@ from torch._dynamo.testing import CompileCounter
 from depthmix.checkpoint.folder import find_damage
 from depthmix.config import RunConfig
 from depthmix.data.manifest import MANIFEST_FILE, Manifest
-from depthmix.data.writer import ShardWriter
+from depthmix.data.shards import ShardWriter
 from depthmix.nn.block import Block
 from depthmix.nn.router import Router
 from depthmix.runs.folder import RunDir

@@ -23,6 +23,7 @@ from depthmix.report.load import (
     rank_kind,
     thin_curve,
 )
+from depthmix.runs import RunDir, list_runs
 from synthetic_runs import BASE, DENSE, MOD, WIDTHS, Bowl, write_bowl, write_run
 
 MOE: dict[str, Any] = {"experts.strategy": "expert_choice", "experts.num_experts": 2}
@@ -231,3 +232,21 @@ def test_means_keep_the_mean_and_the_order(losses: list[float], most: int) -> No
     if len(losses) % most == 0:
         mean = sum(y for _, y in curve) / len(curve)
         assert mean == pytest.approx(sum(losses) / len(losses))
+
+
+def test_metrics_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["one", "two"]
+    for name in names:
+        write_run(tmp_path / name, MOD, 3.5)
+    read, opened = RunDir.read_metrics, []
+
+    def read_and_count(run: RunDir, kind: str | None = None) -> list[dict[str, Any]]:
+        opened.append(run.path.name)
+        return read(run, kind)
+
+    monkeypatch.setattr(RunDir, "read_metrics", read_and_count)
+    assert len(load_runs(tmp_path).rows) == 2
+    assert sorted(opened) == names
+    opened.clear()
+    list_runs(tmp_path)
+    assert sorted(opened) == names

@@ -6,6 +6,7 @@ Knows the extras that a verb may need, and nothing of what it does with its argu
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -154,6 +155,16 @@ def tell_missing(extra: str) -> Iterator[None]:
         raise ValueError(
             f"this needs the package '{error.name}': pip install 'depthmix[{extra}]'"
         ) from error
+
+
+def load_bridge() -> Any:
+    """The module that writes and reads transformers' folders; without them, a sentence."""
+    try:
+        return import_module("depthmix.hf.export")
+    except ImportError as error:
+        from depthmix.hf import MISSING
+
+        raise ValueError(MISSING) from error
 
 
 def _read_option(argument: str, following: Sequence[str], train: bool) -> tuple[str, str]:

@@ -30,7 +30,7 @@ def describe(
     For example: depthmix describe 60m-dense 60m-mod routing.capacity=0.25
     """
     from depthmix.config import load_config
-    from depthmix.describe import describe_model, print_tables, to_json
+    from depthmix.report.describe import describe_model, print_tables, to_json
 
     names, overrides = split_arguments(arguments or [])
     if not names:

@@ -5,7 +5,14 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli.arguments import Checkpoint, ModelPath, PlainCommand, TokenizerPlace, app
+from depthmix.cli.arguments import (
+    Checkpoint,
+    ModelPath,
+    PlainCommand,
+    TokenizerPlace,
+    app,
+    load_bridge,
+)
 
 
 @app.command(cls=PlainCommand)
@@ -36,14 +43,9 @@ def export(
     from depthmix.models import open_model
 
     opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)
-    try:
-        from depthmix.hf.export import export_model
-    except ImportError as error:
-        from depthmix.hf import MISSING
-
-        raise ValueError(MISSING) from error
+    bridge = load_bridge()
     ids, end_token = (None, None) if no_tokenizer else opened.vocabulary
-    export_model(
+    bridge.export_model(
         opened.network,
         out,
         tokenizer=ids,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli.arguments import PlainCommand, app
+from depthmix.cli.arguments import PlainCommand, app, load_bridge
 
 
 @app.command("import", cls=PlainCommand)
@@ -23,11 +23,5 @@ def import_(
     For example:
       depthmix import exported --out runs/exported
     """
-    try:
-        from depthmix.hf.export import import_model
-    except ImportError as error:
-        from depthmix.hf import MISSING
-
-        raise ValueError(MISSING) from error
-    run = import_model(folder, out)
+    run = load_bridge().import_model(folder, out)
     print(f"{run.path}: write with it by depthmix sample {run.path}")

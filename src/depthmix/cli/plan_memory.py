@@ -1,4 +1,4 @@
-"""Verbs about many machines, to be asked before they are rented."""
+"""The verb that counts what many GPUs would take, before they are rented."""
 
 import json
 from collections.abc import Sequence

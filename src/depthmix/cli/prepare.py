@@ -57,7 +57,7 @@ def prepare(
     from rich.console import Console
 
     from depthmix.data.prepare import prepare as prepare_data
-    from depthmix.data.progress import show_progress
+    from depthmix.data.prepare import show_progress
     from depthmix.units import format_number
 
     console = Console()

@@ -6,6 +6,6 @@ from depthmix.cli.arguments import app
 @app.command()
 def presets() -> None:
     """List the presets, with parameters and FLOPs."""
-    from depthmix.describe import list_presets
+    from depthmix.report.describe import list_presets
 
     print(*list_presets(), sep="\n")

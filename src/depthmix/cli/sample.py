@@ -118,8 +118,8 @@ def sample(
     texts = read_prompts(prompt, file)
     from depthmix.infer import SamplingParams
     from depthmix.models import open_model
-    from depthmix.sampler import start_sampler
-    from depthmix.show import Show
+    from depthmix.sample import start_sampler
+    from depthmix.sample.show import Show
     from depthmix.train.interrupt import Interrupt
 
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k}

@@ -173,7 +173,7 @@ def check_vocabulary(runs: Sequence["PlannedRun"], vocab_size: int) -> None:
 def prepare_once(vocab_size: int, console: "Console") -> Path:
     """Make the default corpus before runs that start together would each make it."""
     from depthmix.data.default import prepare_default
-    from depthmix.data.progress import show_progress
+    from depthmix.data.prepare import show_progress
 
     with show_progress(console) as report:
         return prepare_default(vocab_size, progress=report)

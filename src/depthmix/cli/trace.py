@@ -68,7 +68,7 @@ def trace_text(
 
 def describe(trace: dict[str, Any]) -> str:
     """A trace in a line."""
-    from depthmix.report.depths import measure_rule
+    from depthmix.report.traces import measure_rule
 
     windows, rules = len(trace["window_starts"]), trace["rules"]
     parts = [f"{len(trace['tokens']):,} tokens in {windows} window{'' if windows == 1 else 's'}"]

@@ -5,7 +5,7 @@ planning, counting and `--help` stay instant.
 """
 
 from depthmix.config.choices import CAUSAL_SELECTORS, GATES, SELECTORS, STRATEGIES
-from depthmix.config.model import ExpertsConfig, ModelConfig, RoutingConfig
+from depthmix.config.model import ExpertsConfig, ModelConfig, RoutingConfig, num_kept
 from depthmix.config.presets import (
     load_config,
     load_preset,
@@ -13,7 +13,6 @@ from depthmix.config.presets import (
     preset_names,
     preset_sizes,
 )
-from depthmix.config.rules import num_kept
 from depthmix.config.train import BASE_WIDTH, START_RATES, Recipe, RunConfig
 
 __all__ = [

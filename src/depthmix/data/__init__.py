@@ -7,8 +7,7 @@ nothing of models or of training; `tokenizers` is loaded only where text meets i
 from depthmix.data.default import prepare_default
 from depthmix.data.loader import Batch, Loader, Prefetcher, prefetch
 from depthmix.data.manifest import Manifest
-from depthmix.data.prepare import prepare
-from depthmix.data.progress import Progress, show_progress
+from depthmix.data.prepare import Progress, prepare, show_progress
 from depthmix.data.shards import Corpus, Split
 from depthmix.data.tokenizer import find_end_token, load_tokenizer, train_tokenizer
 

@@ -14,10 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from depthmix.data.folder import explain_writing
-from depthmix.data.manifest import VERSION
-from depthmix.data.prepare import DEFAULT_VOCAB_SIZE, prepare
-from depthmix.data.progress import Report
+from depthmix.data.manifest import VERSION, explain_writing
+from depthmix.data.prepare import DEFAULT_VOCAB_SIZE, Report, prepare
 from depthmix.data.shards import Corpus
 from depthmix.data.stdlib import find_files
 

@@ -1,17 +1,20 @@
-"""What a data folder says of itself: `manifest.json`, as values.
+"""What a data folder says of itself: `manifest.json` when complete, `unfinished.json` before.
 
-Owns the format's names and version, and the check that a manifest is one. Does not open shards.
+Owns the names and the version of the format, the comparison of what is asked now with what was
+asked then, and the sentence for a file that cannot be written. Does not open shards.
 """
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from depthmix.config import fields
+from depthmix.files import PART, replace_file
 
 FORMAT = "depthmix-data"
 VERSION = 1
@@ -146,3 +149,82 @@ def _parse_split(tree: Mapping[str, Any]) -> SplitSummary:
     if sums != (summary.num_tokens, summary.num_documents):
         raise ValueError("its shards do not add up")
     return summary
+
+
+@contextmanager
+def explain_writing(path: Path) -> Iterator[None]:
+    """Turn the system's refusal to write into a sentence that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"cannot write {path} ({error.strerror or error}): make room or choose another folder, "
+            f"and run the same command again; it goes on where it stopped"
+        ) from error
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Replace a file of the folder by new content, in one step."""
+    with explain_writing(path):
+        replace_file(path, content)
+
+
+def find_finished(folder: Path, request: dict[str, Any]) -> Manifest | None:
+    """The manifest where the same request was completed; None where there is work to do."""
+    if not (folder / MANIFEST_FILE).exists():
+        return None
+    manifest = read_manifest(folder)
+    _compare(folder, "holds data that was", dict(manifest.request), request)
+    # a process may die between its last two steps
+    forget_unfinished(folder)
+    return manifest
+
+
+def claim_folder(folder: Path, request: dict[str, Any]) -> dict[str, Any] | None:
+    """Make a folder this request's own; what an earlier run of the same request had recorded."""
+    path = folder / UNFINISHED_FILE
+    if path.exists():
+        try:
+            tree = json.loads(path.read_bytes())
+            format, before, state = tree["format"], tree["request"], tree["state"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: remove {folder} and start anew") from error
+        if format != [FORMAT, VERSION]:
+            raise ValueError(
+                f"{path} is of another version of depthmix: remove {folder} and start anew"
+            )
+        _compare(folder, "is half", before, request)
+        return state
+    if any(entry.name != UNFINISHED_FILE + PART for entry in folder.iterdir()):
+        raise ValueError(f"the folder {folder} holds other files: choose a new or an empty one")
+    write_unfinished(folder, request, None)
+    return None
+
+
+def write_unfinished(folder: Path, request: dict[str, Any], state: dict[str, Any] | None) -> None:
+    """Record how far the work is."""
+    tree = {"format": [FORMAT, VERSION], "request": request, "state": state}
+    write_file(folder / UNFINISHED_FILE, json.dumps(tree).encode())
+
+
+def forget_unfinished(folder: Path) -> None:
+    """Remove the record of a work that is done."""
+    for name in (UNFINISHED_FILE, UNFINISHED_FILE + PART):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _compare(folder: Path, verb: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if not changed:
+        return
+    hashed = ("sources", "val_sources", "tokenizer")
+    details = [
+        f"other {name.replace('_', ' ')}"
+        if name in hashed
+        else f"{name} = {before.get(name)} and not {now.get(name)}"
+        for name in changed
+    ]
+    raise ValueError(
+        f"the folder {folder} {verb} prepared with {', '.join(details)}: choose another folder, or "
+        f"remove this one"
+    )

@@ -7,14 +7,10 @@ imported, for their documentation. Does not know what the text is for.
 import ast
 import importlib
 import os
-import platform
 import re
 import sysconfig
 import warnings
-from functools import partial
 from pathlib import Path
-
-from depthmix.data.readers import Unit
 
 # outside packages live below the same folder
 NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
@@ -75,28 +71,6 @@ def find_files() -> list[tuple[str, Path, int]]:
     return sorted(found)
 
 
-def list_stdlib() -> list[Unit]:
-    """The standard library as units: sources that decode, topics, modules' documentation."""
-    files = find_files()
-    units = []
-    for name, path, num_bytes in files:
-        if name != TOPICS and num_bytes and _is_text(path):
-            key = f"stdlib/{name}"
-            units.append(Unit(kind="text", name=str(path), key=key, num_bytes=num_bytes, path=path))
-    if not units:
-        raise ValueError(
-            f"there are no source files in {sysconfig.get_path('stdlib')}, so the source 'stdlib' "
-            f"is empty here: give a text file or a folder"
-        )
-    version = platform.python_version()
-    topics = [path for name, path, _ in files if name == TOPICS]
-    made = {"topics": partial(render_topics, topics[0]) if topics else list, "modules": _render_all}
-    for name, make in made.items():
-        label = f"{name} of Python {version}"
-        units.append(Unit(kind="made", name=label, key=f"stdlib/{label}", make=make))
-    return units
-
-
 def render_topics(path: Path) -> list[str]:
     """The language's own help topics, read as data out of their module."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -125,11 +99,13 @@ def render_module(name: str) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text).strip() + "\n"
 
 
-def _render_all() -> list[str]:
+def render_modules() -> list[str]:
+    """The documentation of every module in the list that this Python has."""
     return [text for name in MODULES if (text := render_module(name))]
 
 
-def _is_text(path: Path) -> bool:
+def is_text(path: Path) -> bool:
+    """Whether a file is UTF-8, as most of the library is."""
     try:
         path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:

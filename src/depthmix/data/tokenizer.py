@@ -101,11 +101,15 @@ def load_tokenizer(path_or_name: str | Path) -> "tokenizers.Tokenizer":
     try:
         return Tokenizer.from_pretrained(name)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ValueError(
-            f"no tokenizer '{name}' could be had from the Hugging Face hub ({reason}): check the "
-            f"name and the network, or give the path of a {TOKENIZER_FILE}"
+            f"no tokenizer '{name}' could be had from the Hugging Face hub ({say_why(error)}): "
+            f"check the name and the network, or give the path of a {TOKENIZER_FILE}"
         ) from error
+
+
+def say_why(error: Exception) -> str:
+    """The first line of what a library raised, which may say nothing or a page."""
+    return next(iter(str(error).strip().splitlines()), repr(error))
 
 
 def find_end_token(tokenizer: "tokenizers.Tokenizer") -> int:

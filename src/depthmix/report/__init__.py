@@ -1,8 +1,9 @@
-"""Pages for people, from files alone: reports of runs, and views of traces.
+"""Pages and tables for people, from files alone: models, runs, and traces of texts.
 
 `load` reads runs, `fit` finds minima, `charts` says what is shown, `figures` draws it, and `page`
-writes it down. `curves` draws losses alone, in a terminal too. `traces`, `depths` and `view` are
-about one text and its path through a model. Nothing here loads torch.
+writes it down. `curves` draws losses alone, in a terminal too. `traces` and `view` are about one
+text and its path through a model, `describe` about models that nobody has trained yet. Nothing here
+loads torch.
 """
 
 from depthmix.report.fit import compare_minima, fit_runs

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from depthmix import flops
 from depthmix.config import STRATEGIES, ModelConfig, Recipe, RunConfig
-from depthmix.runs import RunSummary, list_runs
+from depthmix.runs import Record, RunSummary, read_runs
 from depthmix.runs.folder import RunDir
 
 BUDGET_TOLERANCE = 0.02
@@ -37,10 +37,6 @@ OTHER_FIELDS = {
     *("log_every", "val_every", "checkpoint_every", "checkpoint_minutes", "num_kept_checkpoints"),
     *("checkpoint_activations", "tensorboard", "wandb"),
 }
-
-
-Record = Mapping[str, Any]
-"""A line of metrics."""
 
 
 class Head(NamedTuple):
@@ -115,28 +111,11 @@ class Runs(NamedTuple):
 
 def load_runs(folder: str | Path) -> Runs:
     """Every run in a folder and below; what is not finished or broken is named with its reason."""
-    rows, left_out = [], []
-    for summary in list_runs(folder):
-        name = Path(summary.path).relative_to(folder).as_posix()
-        name = Path(summary.path).resolve().name if name == "." else name
-        problem = _find_problem(summary)
-        train: Sequence[Record] = ()
-        val: Sequence[Record] = ()
-        try:
-            if not problem:
-                train, val = _read_records(summary)
-            # one that is no number is written as none; top-k must not stand in for it
-            if val and val[-1].get("loss_causal", 0.0) is None:
-                problem = "its loss under causal decisions is no number"
-            if problem:
-                left_out.append(SkippedRun(name, summary.state, problem))
-            else:
-                rows.append(_read_row(name, summary, train, val))
-        except (OSError, ValueError) as error:
-            left_out.append(SkippedRun(name, "broken", str(error)))
-        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-            reason = f"its files are not as training writes them: {error}"
-            left_out.append(SkippedRun(name, "broken", reason))
+    # a run's records are let go as soon as its row is made
+    found = [(run.order, _load_run(folder, run, records)) for run, records in read_runs(folder)]
+    each = [run for _, run in sorted(found, key=lambda pair: pair[0])]
+    left_out = [run for run in each if isinstance(run, SkippedRun)]
+    rows = [run for run in each if isinstance(run, Row)]
     budgets = group_budgets([row.budget for row in rows])
     rows = [row._replace(budget=budgets[row.budget]) for row in rows]
     rows = [
@@ -145,6 +124,26 @@ def load_runs(folder: str | Path) -> Runs:
     ]
     rows.sort(key=lambda row: (row.budget, rank_kind(row.kind), row.variant, row.parameters.total))
     return Runs(str(folder), rows, left_out)
+
+
+def _load_run(
+    folder: str | Path, summary: RunSummary, records: Sequence[Record]
+) -> Row | SkippedRun:
+    name = Path(summary.path).relative_to(folder).as_posix()
+    name = Path(summary.path).resolve().name if name == "." else name
+    problem = _find_problem(summary)
+    train, val = ([r for r in records if r.get("kind") == kind] for kind in ("train", "val"))
+    # one that is no number is written as none; top-k must not stand in for it
+    if not problem and val and val[-1].get("loss_causal", 0.0) is None:
+        problem = "its loss under causal decisions is no number"
+    if problem:
+        return SkippedRun(name, summary.state, problem)
+    try:
+        return _read_row(name, summary, train, val)
+    except (OSError, ValueError) as error:
+        return SkippedRun(name, "broken", str(error))
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        return SkippedRun(name, "broken", f"its files are not as training writes them: {error}")
 
 
 def _find_problem(run: RunSummary) -> str:
@@ -156,13 +155,6 @@ def _find_problem(run: RunSummary) -> str:
     if run.val_loss_topk is None or not math.isfinite(run.val_loss_topk):
         return "it has no validation loss: its data has no validation split, or it diverged"
     return ""
-
-
-def _read_records(summary: RunSummary) -> tuple[Sequence[Record], Sequence[Record]]:
-    """A run's records of training and of validation."""
-    records = RunDir.open(summary.path).read_metrics()
-    train, val = ([r for r in records if r.get("kind") == kind] for kind in ("train", "val"))
-    return train, val
 
 
 def _read_row(

@@ -1,19 +1,31 @@
-"""The file of a trace: what is in it, how it is written, and what is wrong with one that is not.
+"""A trace of one text: its file, what is wrong with one that is not a trace, and what it says.
 
 A trace is plain JSON (docs/seeing.md): tokens and their texts, and for each rule, `topk` and where
-the model has a causal head `causal`, lists with a value for each token. Knows no model.
+the model has a causal head `causal`, lists with a value for each token. Owns the format and the
+numbers about a router: shares, histograms, dead tokens, the link with entropy. Knows no model;
+drawing is `view`'s.
 """
 
 import json
+import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
 
 from depthmix.files import replace_file
 
 FORMAT, VERSION = "depthmix trace", 1
 RULES = ("topk", "causal")
 _KEYS = ("model", "origin", "tokens", "texts", "window_starts", "num_added", "rules")
+
+CLASSES = ("word start", "continuation", "number", "punctuation", "whitespace", "other")
+NUM_SCORE_BINS = 24
+NUM_POSITION_BINS = 16
+NUM_DEAD_SHOWN = 16
 
 
 def write_trace(trace: Mapping[str, Any], path: Path) -> None:
@@ -78,3 +90,158 @@ def _to_lines(value: Any, indent: str = "") -> str:
         parts = [inner + _to_lines(item, inner) for item in value]
         return "[\n" + ",\n".join(parts) + f"\n{indent}]"
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def measure_rule(trace: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """All numbers of one rule, plain."""
+    rule = trace["rules"][name]
+    routed = np.array([block["routed"] for block in rule["blocks"]], dtype=np.int64)
+    depth = routed.sum(axis=0)
+    return {
+        "mean_depth": float(depth.mean()),
+        "share_routed": [float(share) for share in routed.mean(axis=1)],
+        "depth_counts": np.bincount(depth, minlength=len(routed) + 1).tolist(),
+        "scores": [count_scores(block) for block in rule["blocks"]],
+        "positions": share_by_position(trace, routed),
+        "classes": share_by_class(classify_tokens(trace), routed),
+        "dead": find_dead(trace["texts"], depth),
+        "entropy": relate_entropy(depth, np.array(rule["entropy"]), len(routed)),
+        "mean_loss": _mean([loss for loss in rule["loss"] if loss is not None]),
+    }
+
+
+def compare_rules(trace: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """How causal decisions meet those of top-k, for each block; None without a causal head."""
+    if "causal" not in trace["rules"]:
+        return None
+    found = []
+    pairs = (trace["rules"][name]["blocks"] for name in ("topk", "causal"))
+    for first, second in zip(*pairs, strict=True):
+        topk, causal = (np.array(block["routed"], dtype=bool) for block in (first, second))
+        both = int((topk & causal).sum())
+        found.append(
+            {
+                "layer": first["layer"],
+                "differ": int((topk ^ causal).sum()),
+                "precision": both / int(causal.sum()) if causal.any() else None,
+                "recall": both / int(topk.sum()) if topk.any() else None,
+            }
+        )
+    return found
+
+
+def count_scores(block: Mapping[str, Any]) -> dict[str, Any]:
+    """A histogram of one block's router weights: of all tokens, and of those that were routed."""
+    scores, routed = np.array(block["score"]), np.array(block["routed"], dtype=bool)
+    low, high = float(scores.min()), float(scores.max())
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    counts, _ = np.histogram(scores, NUM_SCORE_BINS, (low, high))
+    inside, _ = np.histogram(scores[routed], NUM_SCORE_BINS, (low, high))
+    return {
+        "layer": block["layer"],
+        "low": low,
+        "high": high,
+        "all": counts.tolist(),
+        "routed": inside.tolist(),
+        # sigmoid(score) > 0.5, the line that an auxiliary loss draws
+        "share_positive": float((scores > 0).mean()),
+    }
+
+
+def share_by_position(
+    trace: Mapping[str, Any], routed: Int[np.ndarray, "blocks tokens"]
+) -> list[dict[str, Any]]:
+    """Share of visits that happened, by place in the window."""
+    place = np.arange(routed.shape[1])
+    starts = np.array(trace["window_starts"])
+    place = place - starts[np.searchsorted(starts, place, side="right") - 1]
+    # a short text fills its bins, too
+    longest = int(place.max()) + 1
+    num_bins = min(NUM_POSITION_BINS, longest)
+    number = place * num_bins // longest
+    found = []
+    for i in range(num_bins):
+        inside = place[number == i]
+        found.append(
+            {
+                "first": int(inside.min()),
+                "last": int(inside.max()),
+                "count": len(inside),
+                "share": float(routed[:, number == i].mean()),
+            }
+        )
+    return found
+
+
+def classify_tokens(trace: Mapping[str, Any]) -> list[str]:
+    """The class of each token by its text and by what stands before it."""
+    found, before = [], ""
+    for token, text in zip(trace["tokens"], trace["texts"], strict=True):
+        special = token == trace.get("end_token")
+        found.append("other" if special else classify_text(text, before))
+        # after a special token a new text begins
+        before = "" if special else text or before
+    return found
+
+
+def classify_text(text: str, before: str) -> str:
+    """The class of one piece of text."""
+    if text and text.isspace():
+        return "whitespace"
+    core = text.strip()
+    if any(char.isalpha() for char in core):
+        first = next(i for i, char in enumerate(text) if char.isalpha())
+        inside = first == 0 and before[-1:].isalnum()
+        return "continuation" if inside else "word start"
+    if any(char.isnumeric() for char in core):
+        return "number"
+    kinds = [unicodedata.category(char) for char in core]
+    if kinds and all(kind[0] == "P" or kind in ("Sm", "Sc", "Sk") for kind in kinds):
+        return "punctuation"
+    return "other"
+
+
+def share_by_class(
+    classes: Sequence[str], routed: Int[np.ndarray, "blocks tokens"]
+) -> list[dict[str, Any]]:
+    """Share of visits that happened, and the number of tokens, for each class that occurs."""
+    of = np.array(classes)
+    return [
+        {"name": name, "count": int(here.sum()), "share": float(routed[:, here].mean())}
+        for name in CLASSES
+        if (here := of == name).any()
+    ]
+
+
+def find_dead(texts: Sequence[str], depth: Int[np.ndarray, " tokens"]) -> dict[str, Any]:
+    """Tokens that no routed block kept: how many, and which texts most often."""
+    total = Counter(texts)
+    dead = Counter(text for text, used in zip(texts, depth, strict=True) if used == 0)
+    return {
+        "count": dead.total(),
+        "share": dead.total() / len(texts),
+        "most": [
+            {"text": text, "count": count, "of": total[text]}
+            # tokens without a text of their own cannot be told apart
+            for text, count in dead.most_common(NUM_DEAD_SHOWN + 1)
+            if text
+        ][:NUM_DEAD_SHOWN],
+    }
+
+
+def relate_entropy(
+    depth: Int[np.ndarray, " tokens"], entropy: Float[np.ndarray, " tokens"], num_blocks: int
+) -> dict[str, Any]:
+    """Pearson's correlation of depth and entropy, None where one is constant; means by depth."""
+    constant = bool((depth == depth[0]).all() or (entropy == entropy[0]).all())
+    groups = [entropy[depth == used] for used in range(num_blocks + 1)]
+    return {
+        "correlation": None if constant else float(np.corrcoef(depth, entropy)[0, 1]),
+        "means": [_mean(group) for group in groups],
+        "counts": [len(group) for group in groups],
+    }
+
+
+def _mean(values: Sequence[float] | Float[np.ndarray, " values"]) -> float | None:
+    return float(np.mean(values)) if len(values) else None

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from depthmix.report.depths import classify_tokens, compare_rules, measure_rule
-from depthmix.report.traces import check_trace
+from depthmix.report.traces import check_trace, classify_tokens, compare_rules, measure_rule
 
 TEMPLATE = "view.html"
 

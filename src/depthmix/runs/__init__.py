@@ -1,14 +1,16 @@
 """What training leaves behind: a run's folder (`folder`), and all runs as a table (`table`)."""
 
 from depthmix.runs.folder import RunDir, find_runs, name_run
-from depthmix.runs.table import RunSummary, list_runs, print_runs, to_json
+from depthmix.runs.table import Record, RunSummary, list_runs, print_runs, read_runs, to_json
 
 __all__ = [
+    "Record",
     "RunDir",
     "RunSummary",
     "find_runs",
     "list_runs",
     "name_run",
     "print_runs",
+    "read_runs",
     "to_json",
 ]

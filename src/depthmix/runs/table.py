@@ -4,10 +4,10 @@ Reads run folders through `folder`; knows no torch.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from depthmix import flops
 from depthmix.config import ModelConfig
@@ -16,6 +16,9 @@ from depthmix.units import format_power
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+Record = Mapping[str, Any]
+"""A line of metrics."""
 
 TITLES = ("run", "model", "step", "state", "FLOP", "loss", "top-k", "causal", "tok/s", "age")
 
@@ -39,27 +42,41 @@ class RunSummary(NamedTuple):
     val_loss_causal: int | float | None = None
     tokens_per_second: int | float | None = None
 
+    @property
+    def order(self) -> tuple[str, str]:
+        """Runs are listed by their starts."""
+        return self.started, self.path
+
 
 def list_runs(folder: str | Path) -> list[RunSummary]:
     """Every run in a folder and below, in order of their starts; broken ones are among them."""
-    found = [_summarize(path) for path in find_runs(folder)]
-    if not found:
+    return sorted((run for run, _ in read_runs(folder)), key=lambda run: run.order)
+
+
+def read_runs(folder: str | Path) -> Iterator[tuple[RunSummary, Sequence[Record]]]:
+    """Every run in a folder and below, in any order, with its metrics, which are read once.
+
+    A broken run has none.
+    """
+    paths = list(find_runs(folder))
+    if not paths:
         raise ValueError(f"there is no run in '{folder}': 'depthmix train' makes one")
-    return sorted(found, key=lambda run: (run.started, run.path))
+    yield from map(_read_run, paths)
 
 
-def _summarize(path: Path) -> RunSummary:
+def _read_run(path: Path) -> tuple[RunSummary, Sequence[Record]]:
     try:
         run = RunDir.open(path)
         if "model" not in (config := run.read_config()):
             raise ValueError("its config.toml has no table [model]")
         status, starts = run.read_json("status.json"), run.read_starts()
-        last = {record.get("kind"): record for record in run.read_metrics()}
+        records = run.read_metrics()
+        last = {record.get("kind"): record for record in records}
         train, val, state = last.get("train", {}), last.get("val", {}), status.get("state")
         if state in (None, "running"):
             # a killed process cannot say that it is gone
             state = "running" if run.is_locked() else "stopped"
-        return RunSummary(
+        summary = RunSummary(
             path=str(path),
             state=state,
             reason=status.get("reason", ""),
@@ -74,10 +91,12 @@ def _summarize(path: Path) -> RunSummary:
             val_loss_causal=val.get("loss_causal"),
             tokens_per_second=train.get("tokens_per_second"),
         )
+        return summary, records
     except (OSError, ValueError) as error:
-        return RunSummary(str(path), reason=str(error))
+        return RunSummary(str(path), reason=str(error)), ()
     except (AttributeError, LookupError, TypeError) as error:
-        return RunSummary(str(path), reason=f"its files are not as training writes them: {error}")
+        reason = f"its files are not as training writes them: {error}"
+        return RunSummary(str(path), reason=reason), ()
 
 
 def to_json(runs: Sequence[RunSummary]) -> str:

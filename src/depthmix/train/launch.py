@@ -20,7 +20,7 @@ from depthmix import flops
 from depthmix.budget import count_steps, list_stages
 from depthmix.config import RunConfig
 from depthmix.data.default import find_cache, prepare_default
-from depthmix.data.progress import show_progress
+from depthmix.data.prepare import show_progress
 from depthmix.models import StoredModel, open_model
 from depthmix.models.chat import write_chat
 from depthmix.runs.folder import RunDir, State, collect_provenance, name_run

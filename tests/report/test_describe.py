@@ -10,7 +10,7 @@ from rich.console import Console
 
 from depthmix import flops
 from depthmix.config import ModelConfig, load_config, load_preset, preset_names
-from depthmix.describe import (
+from depthmix.report.describe import (
     describe_model,
     format_ranges,
     list_presets,

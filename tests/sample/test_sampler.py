@@ -14,7 +14,7 @@ import depthmix
 from depthmix.cli import main
 from depthmix.infer import Result, SamplingParams
 from depthmix.models import open_model
-from depthmix.sampler import start_sampler
+from depthmix.sample import start_sampler
 from text_runs import write_text_run
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0)

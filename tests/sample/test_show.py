@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthmix.infer.depth import Depth
-from depthmix.infer.results import Alternative, Sample, Stats
+from depthmix.infer.results import Alternative, Event, Sample, Stats
 from depthmix.infer.text import TextStream
-from depthmix.shades import (
+from depthmix.sample.show import (
     DepthText,
     ShadedText,
     Shader,
@@ -55,14 +55,14 @@ def test_a_character_has_the_depth_of_its_deepest_byte(
     st.lists(st.sampled_from(TEXT), max_size=20).map("".join), st.sampled_from(["b", "é\n", "\n"])
 )
 def test_streamed_pieces_are_the_text_up_to_a_stop_string(text: str, stop: str) -> None:
-    stream, joined = TextStream(decode, [stop]), DepthText(decode)
+    stream, own, joined = TextStream(decode, [stop]), TextStream(decode), DepthText()
     shown, waiting = "", None
     for token in text.encode():
         if stream.stopped:
             break
         joined.add_text(stream.add(token))
         if waiting is not None:
-            joined.add_token(waiting, (True,))
+            joined.add_token(own.add(waiting), (True,))
         waiting = token
         shown += "".join(piece.text for piece in joined.take())
     joined.add_text(stream.finish())
@@ -71,10 +71,10 @@ def test_streamed_pieces_are_the_text_up_to_a_stop_string(text: str, stop: str) 
 
 
 def test_text_waits_for_its_depth() -> None:
-    joined = DepthText(decode)
+    joined = DepthText()
     joined.add_text("a")
     assert joined.take() == []
-    joined.add_token(ord("a"), (True, False))
+    joined.add_token("a", (True, False))
     assert joined.take() == [ShadedText("a", 1)]
     joined.add_text("b")
     assert joined.finish() == [ShadedText("b", None)]
@@ -82,12 +82,46 @@ def test_text_waits_for_its_depth() -> None:
 
 
 def test_depth_waits_for_its_text() -> None:
-    joined = DepthText(lambda tokens: "ab" * len(tokens))
-    joined.add_token(0, (True,))
+    joined = DepthText()
+    joined.add_token("ab", (True,))
     joined.add_text("a")
     assert joined.take() == []
     # cut inside the token by a stop string
     assert joined.finish() == [ShadedText("a", 1)]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(TEXT), st.integers(0, 3)), min_size=1),
+    st.sampled_from([None, "b", "é\n"]),
+    st.booleans(),
+)
+def test_events_shade_as_whole_samples_do(
+    chars: list[tuple[str, int]], stop: str | None, cancelled: bool
+) -> None:
+    """Whatever stop strings hold back, and without decoding twice where there are none."""
+    tokens = [(token, depth) for char, depth in chars for token in char.encode()]
+    stream = TextStream(decode, [stop] if stop else [])
+    joined = DepthText(TextStream(decode) if stop else None)
+    shown, seen, path, text = [], [], (), ""
+    for i, (token, depth) in enumerate(tokens):
+        more = stream.add(token)
+        ended = stream.stopped or (i == len(tokens) - 1 and not cancelled)
+        more += stream.finish() if ended else ""
+        joined.add_event(Event(0, 0, token, more, path, None))
+        shown += joined.take()
+        path, text = (True,) * depth + (False,) * (3 - depth), text + more
+        seen.append((token, path))
+        if ended:
+            break
+    else:
+        rest = stream.finish()
+        joined.add_event(Event(0, 0, None, rest, (), None))
+        text += rest
+    shown += joined.finish()
+    # the last token was never computed
+    told, paths = [token for token, _ in seen], [path for _, path in seen[:-1]]
+    assert take_depths(shown) == take_depths(shade_tokens(decode, told, paths, text))
+    assert "".join(piece.text for piece in shown) == text
 
 
 def test_brackets_name_the_depth() -> None:

@@ -1,7 +1,0 @@
-"""`python -m depthmix.cli`."""
-
-import sys
-
-from depthmix.cli import main
-
-sys.exit(main())
