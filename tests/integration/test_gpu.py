@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from depthmix.budget import make_schedule
 from depthmix.config import Recipe, RunConfig
 from depthmix.kernels import linear, linear_cross_entropy, multiply_groups, reference
 from depthmix.nn import Transformer
@@ -282,7 +283,7 @@ def test_every_step_clips_its_own_gradient(graph: bool) -> None:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_meter_waits_only_when_it_is_read() -> None:
     run = RunConfig(model=make_config("mod"), train=Recipe(batch_size=4, seq_len=16))
-    meter = Meter(run, World(0, 1, torch.device("cuda")))
+    meter = Meter(make_schedule(run), World(0, 1, torch.device("cuda")))
     total, zero = torch.zeros((), device="cuda"), torch.zeros((), device="cuda")
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     readings = []

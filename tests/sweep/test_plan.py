@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthmix import flops
-from depthmix.budget import count_steps
+from depthmix.budget import make_schedule
 from depthmix.sweep.plan import PlannedRun, expand_plan, format_budget, load_plan
 from depthmix.sweep.plan_file import read_plan
 from toy_sweeps import TREE
@@ -38,7 +38,7 @@ def test_steps_spend_the_budget(budget: float, width: int, batch: int) -> None:
     for run in expand_plan(read_plan(tree), {"train.batch_size": batch}):
         model = run.config.model
         step = flops.training_flops(model, seq_len=model.max_seq_len, batch_size=batch)
-        assert run.num_steps == count_steps(run.config) >= 1
+        assert run.num_steps == make_schedule(run.config).num_steps >= 1
         assert run.flops == run.num_steps * step <= budget < run.flops + step
         assert run.num_parameters == flops.num_parameters(model).total
 

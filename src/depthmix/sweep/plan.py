@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from depthmix import flops
-from depthmix.budget import count_flops, count_steps
+from depthmix.budget import make_schedule
 from depthmix.config import ModelConfig, RunConfig, load_config
 from depthmix.sweep.plan_file import Plan, Size, format_budget, load_plan, plan_names
 
@@ -91,15 +91,15 @@ def _plan_run(
             raise ValueError(f"{name} is decided by the plan's {owner}: take it away")
     chosen = {**given, "train.flops": budget, "train.seed": seed}
     config = RunConfig.from_overrides(model, chosen)
-    num_steps = count_steps(config)
+    schedule = make_schedule(config)
     shape = size_name or f"w{config.model.width}-l{config.model.num_layers}"
     return PlannedRun(
         name=f"{plan.name}/{format_budget(budget)}/{variant}/{shape}-s{seed}",
         variant=variant,
         budget=budget,
         config=config,
-        num_steps=num_steps,
-        flops=count_flops(config, num_steps),
+        num_steps=schedule.num_steps,
+        flops=schedule.flops,
         num_parameters=flops.num_parameters(config.model).total,
     )
 
