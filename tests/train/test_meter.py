@@ -83,7 +83,7 @@ def make_meter(name: str = "mod", size: int = 1) -> Meter:
 
 def make_result(total: float, routing: float = 0.0, norm: float | None = 1.0) -> StepLoss:
     return StepLoss(
-        torch.tensor(total),
+        torch.tensor(total - routing),
         RoutingLoss(torch.tensor(routing)),
         None if norm is None else torch.tensor(norm),
     )
@@ -109,7 +109,7 @@ def test_routing_has_its_names(clock: Clock) -> None:
             torch.tensor(1.0), torch.tensor(share), torch.tensor(0.5), torch.tensor(0.1)
         )
         routing = RoutingLoss(torch.tensor(0.5), predictor=head, balance=torch.tensor(2.0))
-        meter.add(StepLoss(torch.tensor(1.0), routing))
+        meter.add(StepLoss(torch.tensor(0.5), routing))
     found = meter.peek()
     assert found["predictor_precision"] == 0.5
     assert found["predictor_recall"] == 0.5
@@ -123,7 +123,7 @@ def test_numbers_are_taken_when_added_and_not_later(clock: Clock) -> None:
     """A replayed step writes its numbers into the same memory each time."""
     meter, result = make_meter(), make_result(1.0)
     for value in (1.0, 2.0, 6.0):
-        result.total.fill_(value)
+        result.language_model.fill_(value)
         meter.add(result)
     assert meter.peek()["loss"] == 3.0
 
