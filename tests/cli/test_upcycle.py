@@ -9,7 +9,7 @@ from depthmix.checkpoint import load_weights
 from depthmix.cli import main
 from depthmix.data.tokenizer import load_tokenizer
 from depthmix.eval.blocks import find_least_blocks
-from depthmix.eval.texts import read_texts
+from depthmix.eval.perplexity import read_texts
 from depthmix.models import open_model
 from depthmix.models.chat import Chat, read_chat, write_chat
 from depthmix.models.vocabulary import find_end

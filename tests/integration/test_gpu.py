@@ -13,9 +13,9 @@ from depthmix.budget import make_schedule
 from depthmix.config import Recipe, RunConfig
 from depthmix.kernels import linear, linear_cross_entropy, multiply_groups, reference
 from depthmix.nn import Transformer
+from depthmix.nn.losses import IGNORE, RoutingLoss
 from depthmix.nn.transformer import Output
 from depthmix.train.evaluate import look_at_batch
-from depthmix.train.loss import IGNORE, RoutingLoss
 from depthmix.train.meter import Meter
 from depthmix.train.parallel import compile_layers
 from depthmix.train.step import StepLoss, TrainStep, compute_loss

@@ -13,11 +13,11 @@ from rich.console import Console
 from depthmix.config import RunConfig, load_preset
 from depthmix.models import StoredModel, open_model
 from depthmix.nn import Transformer
+from depthmix.nn.losses import IGNORE
 from depthmix.runs.folder import RunDir
 from depthmix.train import distill
 from depthmix.train.distill import Distillation, mean_divergence, open_distillation
 from depthmix.train.launch import Launch, launch
-from depthmix.train.loss import IGNORE
 from depthmix.train.step import TrainStep, compute_loss
 from tiny_runs import FIELDS, write_data
 from variants import enlarge_updates, make_config

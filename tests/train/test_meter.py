@@ -10,8 +10,8 @@ from torch import Tensor
 from depthmix import flops
 from depthmix.budget import make_schedule
 from depthmix.config import Recipe, RunConfig
+from depthmix.nn.losses import HeadLoss, RoutingLoss
 from depthmix.train import meter as module
-from depthmix.train.loss import HeadLoss, RoutingLoss
 from depthmix.train.meter import PEAK_FLOPS, Meter, check_finite, find_peak, measure_memory
 from depthmix.train.step import StepLoss
 from depthmix.world import World

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from depthmix.kernels import linear_cross_entropy
-from depthmix.nn import Transformer
-from depthmix.train import loss as losses
-from depthmix.train.loss import IGNORE, language_model_loss, routing_loss
+from depthmix.nn import Transformer, losses
+from depthmix.nn.losses import IGNORE, language_model_loss, routing_loss
 from depthmix.train.step import TrainStep, _copy_state, _restore_state, compute_loss
 from variants import (
     NAMES,

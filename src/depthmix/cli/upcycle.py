@@ -115,7 +115,7 @@ def choose_blocks(
     from rich.console import Console
 
     from depthmix.eval.blocks import find_least_blocks
-    from depthmix.eval.texts import read_texts
+    from depthmix.eval.perplexity import read_texts
     from depthmix.progress import show_bar
     from depthmix.world import choose_device
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from depthmix import flops
-from depthmix.checkpoint.fit import fit_weights
+from depthmix.checkpoint.weights import fit_weights
 from depthmix.config import ModelConfig, RunConfig, fields
 from depthmix.models.open import StoredModel, open_model
 from depthmix.models.vocabulary import find_end

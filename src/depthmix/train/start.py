@@ -12,7 +12,7 @@ from torch import Tensor
 
 from depthmix import flops
 from depthmix.checkpoint import collect_tensors
-from depthmix.checkpoint.fit import fit_weights
+from depthmix.checkpoint.weights import fit_weights
 from depthmix.config import RunConfig
 from depthmix.data.shards import Corpus
 from depthmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map
 
 from depthmix.kernels.recording import record_graph
 from depthmix.nn import Transformer
+from depthmix.nn.losses import RoutingLoss, routing_loss, token_loss
 from depthmix.train.distill import Distillation
-from depthmix.train.loss import RoutingLoss, routing_loss, token_loss
 
 
 class StepLoss(NamedTuple):
