@@ -1,4 +1,4 @@
-"""A budget pays for whole steps, at the capacities that they have."""
+"""A budget pays for whole steps, at the capacities that they have; those fall by stages."""
 
 from typing import Any
 
@@ -7,8 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthmix import flops
-from depthmix.budget import DEFAULT_STEPS, count_flops, count_steps, list_stages
+from depthmix.budget import DEFAULT_STEPS, make_schedule
 from depthmix.config import Recipe, RunConfig, load_preset
+
+
+def count_steps(run: RunConfig) -> int:
+    return make_schedule(run).num_steps
 
 
 def test_a_run_without_a_budget_has_a_length() -> None:
@@ -87,18 +91,20 @@ def test_flops_are_kept_while_the_capacity_falls(
     def total(num_steps: int) -> int:
         """Step by step."""
         run = RunConfig(model=model, train=Recipe(steps=num_steps, **falling, **sizes))
-        stages, spent = list_stages(run, num_steps), 0
-        prices = {step: flops.training_flops(m, **sizes) for step, m in stages.items()}
+        schedule, spent = make_schedule(run), 0
+        prices = {s.first: flops.training_flops(s.model, **sizes) for s in schedule.stages}
         price = flops.training_flops(model, **sizes)
         for step in range(num_steps):
             price = prices.get(step, price)
             spent += price
-        assert count_flops(run, num_steps) == spent
+            assert schedule.count_flops(step + 1) == spent
+        assert schedule.flops == spent
         return spent
 
     run = RunConfig(model=model, train=Recipe(flops=budget, **falling, **sizes))
-    num_steps = count_steps(run)
-    assert total(num_steps) == count_flops(run, num_steps) <= budget < total(num_steps + 1)
+    schedule = make_schedule(run)
+    num_steps = schedule.num_steps
+    assert total(num_steps) == schedule.flops <= budget < total(num_steps + 1)
 
 
 def test_a_falling_capacity_takes_steps_away() -> None:
@@ -126,3 +132,92 @@ def test_less_than_a_step_is_refused_while_the_capacity_falls() -> None:
     recipe = Recipe(flops=10.0, start_capacity=1.0)
     with pytest.raises(ValueError, match="less than one step"):
         count_steps(RunConfig(model=model, train=recipe))
+
+
+def make_falling(num_steps: int, **changes: Any) -> RunConfig:
+    """A run of `tiny` whose capacity falls, unless `changes` say otherwise."""
+    fixed = {"train.steps": num_steps, "train.batch_size": 4, "train.seq_len": 16}
+    fixed |= {"num_layers": 2, "routing.capacity": 0.25, "train.start_capacity": 1.0}
+    fixed |= {"train.capacity_fall_share": 0.6, "train.num_capacity_stages": 3}
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    return RunConfig.from_overrides(load_preset("tiny"), {**fixed, **changes})
+
+
+def list_capacities(run: RunConfig) -> dict[int, tuple[float, ...]]:
+    return {stage.first: stage.model.capacities for stage in make_schedule(run).stages}
+
+
+def test_stages_by_hand() -> None:
+    assert list_capacities(make_falling(10)) == {0: (1.0,), 2: (0.75,), 4: (0.5,), 6: (0.25,)}
+    run = make_falling(10, num_layers=4, routing__capacity=(0.5, 0.25), train__capacity_stages=2)
+    assert list_capacities(run) == {0: (1.0, 1.0), 3: (0.75, 0.625), 6: (0.5, 0.25)}
+    # in a short run, stages fall together, and the last step still has the model's own
+    assert list_capacities(make_falling(2)) == {0: (1.0,), 1: (0.25,)}
+    assert list_capacities(make_falling(1)) == {0: (0.25,)}
+    run = make_falling(10, train__capacity_from=None)
+    (stage,) = make_schedule(run).stages
+    assert (stage.first, stage.model) == (0, run.model)
+
+
+@given(
+    st.integers(1, 200), st.floats(0, 1), st.integers(1, 12), st.floats(0.3, 1), st.integers(1, 3)
+)
+def test_stages_fall_from_the_first_to_the_models_own(
+    num_steps: int, share: float, count: int, first: float, every: int
+) -> None:
+    changes = {"train__capacity_share": share, "train__capacity_stages": count}
+    changes |= {"routing__every": 1, "num_layers": every}
+    run = make_falling(num_steps, train__capacity_from=first, **changes)
+    schedule = make_schedule(run)
+    starts = [stage.first for stage in schedule.stages]
+    shares = [stage.model.capacities for stage in schedule.stages]
+    assert starts == sorted(set(starts))
+    assert starts[0] == 0
+    assert starts[-1] <= max(0, num_steps - 1)
+    assert schedule.stages[-1].model is run.model
+    assert shares == sorted(shares, reverse=True)
+    assert max(shares[0]) <= first
+    for step in range(num_steps):
+        last = [stage for stage in schedule.stages if stage.first <= step][-1]
+        assert schedule.find_stage(step) is last
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"routing.strategy": "none"}, "needs blocks that route"),
+        ({"train.start_capacity": 0.1}, "is less than the model's capacity 0.25"),
+        ({"routing.kv_capacity": 0.5}, r"is more than routing.kv_capacity = 0.5"),
+    ],
+    ids=str,
+)
+def test_what_cannot_fall_is_refused(changes: dict[str, Any], told: str) -> None:
+    run = make_falling(10, **changes)
+    with pytest.raises(ValueError, match=told):
+        make_schedule(run)
+
+
+def test_recipes_that_cannot_fall_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"train.start_capacity = 1.5 must lie in"):
+        make_falling(10, train__capacity_from=1.5)
+    with pytest.raises(ValueError, match=r"train.num_capacity_stages = 0 must be greater than 0"):
+        make_falling(10, train__capacity_stages=0)
+
+
+def test_compute_is_counted_at_the_capacity_that_each_step_has() -> None:
+    run = make_falling(10)
+    sizes = {"seq_len": run.seq_len, "batch_size": run.train.batch_size}
+    models = [run.model.override({"routing.capacity": c}) for c in (1.0, 0.75, 0.5, 0.25)]
+    each = [flops.training_flops(model, **sizes) for model in models]
+    schedule = make_schedule(run)
+    assert schedule.count_flops(0) == 0
+    assert schedule.count_flops(3) == 2 * each[0] + each[1]
+    assert schedule.count_flops(10) == schedule.flops == 2 * sum(each[:3]) + 4 * each[3]
+    # models are compared by every (query, key) pair, a device by those that causality allows
+    for stage, model in zip(schedule.stages, models, strict=True):
+        assert stage.causal_flops == flops.training_flops(model, **sizes, causal_half=True)
+        assert stage.causal_flops < stage.flops
+    still = make_schedule(make_falling(10, train__capacity_from=None))
+    assert still.flops == 10 * each[3]
+    # a run that went on for longer than it is planned now
+    assert still.count_flops(12) == 12 * each[3]

@@ -19,7 +19,7 @@ TREE: dict[str, Any] = {
 TRAINER = """
 import json, os, signal, sys, time
 from pathlib import Path
-from depthmix.budget import count_steps
+from depthmix.budget import make_schedule
 from depthmix.config import load_run_config
 from depthmix.config import RunConfig
 from depthmix.runs.folder import RunDir
@@ -54,7 +54,7 @@ try:
         data = {"hash": options.get("--data", "default")}
         start = {"time": "2026-11-15T12:00:00+00:00", "data": data}
         run = RunDir.create(path, config.to_toml(), start)
-    steps = count_steps(config)
+    steps = make_schedule(config).num_steps
     status = {"num_steps": steps, "loss": 1.0}
     run.append_metrics({"step": 1, "kind": "train", "flops": 1000})
     (path / "leads").write_text(str(os.getsid(0) == os.getpid()))

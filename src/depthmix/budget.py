@@ -1,15 +1,17 @@
-"""What a run's budget pays for: its steps, and the capacities that they have.
+"""A run's schedule: the steps that its budget pays for, their capacities, and their FLOPs.
 
-A capacity that falls makes a run's first steps dearer than its last ones, so the two are counted
-together. A stage is a function of the step and the recipe, both of which are in every checkpoint:
-there is no counter that a resumed run could lose. Knows nothing of torch.
+A capacity that falls makes a run's first steps dearer than its last ones, so the three are counted
+together, once, from the configuration. A stage depends on the step and the recipe alone, and both
+are in every checkpoint: there is no counter that a resumed run could lose. Knows nothing of torch.
 """
 
 import math
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 from depthmix.config import ModelConfig, RunConfig
 from depthmix.flops import training_flops
@@ -18,8 +20,56 @@ DEFAULT_STEPS = 1000
 """Length of a run that names no budget."""
 
 
-def count_steps(run: RunConfig) -> int:
-    """Optimisation steps that a run's budget pays for; `DEFAULT_STEPS` where it has none."""
+class Stage(NamedTuple):
+    """Steps of one capacity."""
+
+    first: int
+    """The first of these steps."""
+    model: ModelConfig
+    """The model with the capacities that hold in these steps."""
+    flops: int
+    """Of one step."""
+    causal_flops: int
+    """The same without the (query, key) pairs that causal order forbids: the convention for the
+    utilisation of a device."""
+
+
+class Schedule(NamedTuple):
+    """Every step of a run, known before the first one."""
+
+    run: RunConfig
+    num_steps: int
+    stages: tuple[Stage, ...]
+    """In order; the last has the model's own capacities."""
+
+    def find_stage(self, step: int) -> Stage:
+        """The stage of a step, counted from 0."""
+        return self.stages[bisect_right(self.stages, step, key=lambda stage: stage.first) - 1]
+
+    def count_flops(self, num_steps: int) -> int:
+        """FLOPs of the run's first steps, each at the capacities that it has."""
+        ends = [*(stage.first for stage in self.stages), max(num_steps, self.stages[-1].first)]
+        return sum(
+            max(0, min(num_steps, end) - first) * stage.flops
+            for (first, end), stage in zip(pairwise(ends), self.stages, strict=True)
+        )
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the whole run."""
+        return self.count_flops(self.num_steps)
+
+
+def make_schedule(run: RunConfig) -> Schedule:
+    """The schedule of a run, of `DEFAULT_STEPS` where it has no budget.
+
+    Refuses a budget of less than one step, and capacities that cannot fall.
+    """
+    stages = _list_stages(run)
+    return _arrange(run, stages, _count_steps(run, stages))
+
+
+def _count_steps(run: RunConfig, stages: Sequence[Stage]) -> int:
     recipe = run.train
     if recipe.steps is not None:
         return recipe.steps
@@ -27,67 +77,44 @@ def count_steps(run: RunConfig) -> int:
         return _round_down(recipe.tokens / run.tokens_per_step)
     if recipe.flops is None:
         return DEFAULT_STEPS
-    steps = recipe.flops / _price(run, run.model)
-    if recipe.start_capacity is None or steps < 1:
-        return _round_down(steps)
     # no step is cheaper than the last ones, so these are the most that there can be
-    most, prices = min(int(steps), sys.maxsize), _list_prices(run)
+    steps = recipe.flops / stages[-1].flops
+    if len(stages) == 1 or steps < 1:
+        return _round_down(steps)
+    most = min(int(steps), sys.maxsize)
     return bisect_right(
-        range(1, most + 1), recipe.flops, key=lambda count: _add_up(run, count, prices)
+        range(1, most + 1), recipe.flops, key=lambda count: _arrange(run, stages, count).flops
     )
 
 
-def count_flops(run: RunConfig, num_steps: int) -> int:
-    """FLOPs of a run of so many steps, each at the capacities that it has."""
-    return _add_up(run, num_steps, _list_prices(run))
-
-
-def list_stages(run: RunConfig, num_steps: int) -> dict[int, ModelConfig]:
-    """First step → the model with the capacities that hold from there on, in order.
-
-    One stage, unless `train.start_capacity` says otherwise. The last step has the model's own.
-    """
-    # of two that begin at once, in a short run, the later counts
-    return dict(zip(_list_firsts(run, num_steps), _list_models(run), strict=True))
-
-
-def _list_models(run: RunConfig) -> list[ModelConfig]:
-    """The stages in order, however long they are."""
+def _list_stages(run: RunConfig) -> list[Stage]:
+    """The stages in order, before it is known where they begin."""
     recipe, model = run.train, run.model
-    if recipe.start_capacity is None:
-        return [model]
-    _check(run, recipe.start_capacity)
-    stages, count = [], recipe.num_capacity_stages
-    for stage in range(count):
-        left = 1 - stage / count
-        shares = tuple(c + (recipe.start_capacity - c) * left for c in model.capacities)
-        stages.append(model.override({"routing.capacity": shares}))
-    return [*stages, model]
+    models = []
+    if recipe.start_capacity is not None:
+        _check(run, recipe.start_capacity)
+        count = recipe.num_capacity_stages
+        for stage in range(count):
+            left = 1 - stage / count
+            shares = tuple(c + (recipe.start_capacity - c) * left for c in model.capacities)
+            models.append(model.override({"routing.capacity": shares}))
+    count_flops = partial(training_flops, seq_len=run.seq_len, batch_size=recipe.batch_size)
+    return [
+        Stage(0, each, count_flops(each), count_flops(each, causal_half=True))
+        for each in (*models, model)
+    ]
 
 
-def _list_firsts(run: RunConfig, num_steps: int) -> list[int]:
-    """The first step of each stage."""
-    recipe = run.train
-    if recipe.start_capacity is None:
-        return [0]
+def _arrange(run: RunConfig, stages: Sequence[Stage], num_steps: int) -> Schedule:
+    """The stages in a run of so many steps."""
+    recipe, num_falls = run.train, len(stages) - 1
     # the slack keeps 0.07 · 100 from becoming 8
     num_falling = min(num_steps - 1, math.ceil(recipe.capacity_fall_share * num_steps - 1e-9))
-    count = recipe.num_capacity_stages
-    return [math.ceil(stage * num_falling / count) for stage in range(count)] + [num_falling]
-
-
-def _add_up(run: RunConfig, num_steps: int, prices: Sequence[int]) -> int:
-    steps = pairwise([*_list_firsts(run, num_steps), num_steps])
-    return sum((end - first) * price for (first, end), price in zip(steps, prices, strict=True))
-
-
-def _list_prices(run: RunConfig) -> list[int]:
-    """FLOPs of a step in each stage."""
-    return [_price(run, model) for model in _list_models(run)]
-
-
-def _price(run: RunConfig, model: ModelConfig) -> int:
-    return training_flops(model, seq_len=run.seq_len, batch_size=run.train.batch_size)
+    firsts = [math.ceil(i * num_falling / num_falls) for i in range(num_falls)]
+    firsts.append(num_falling if num_falls else 0)
+    # of two that begin at once, in a short run, the later counts
+    found = dict(zip(firsts, stages, strict=True))
+    return Schedule(run, num_steps, tuple(s._replace(first=first) for first, s in found.items()))
 
 
 def _round_down(steps: float) -> int:

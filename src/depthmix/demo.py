@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from depthmix.budget import count_steps
+from depthmix.budget import make_schedule
 from depthmix.config import RunConfig, load_config
 from depthmix.data.shards import Corpus
 from depthmix.eval.trace import trace_model
@@ -86,7 +86,7 @@ def run_demo(
         name: RunConfig.from_overrides(model, {**RECIPE, "train.flops": flops})
         for name, model in configs.items()
     }
-    steps = " and ".join(f"{count_steps(run)}" for run in runs.values())
+    steps = " and ".join(f"{make_schedule(run).num_steps}" for run in runs.values())
     print_tables([describe_model(name, model) for name, model in configs.items()], console)
     console.print(
         f"Training both for {format_power(flops)} FLOPs, {steps} steps, on "

@@ -9,7 +9,7 @@ from depthmix.checkpoint import load_weights
 from depthmix.cli import main
 from depthmix.data.tokenizer import load_tokenizer
 from depthmix.eval.blocks import find_least_blocks
-from depthmix.eval.texts import read_texts
+from depthmix.eval.perplexity import read_texts
 from depthmix.models import open_model
 from depthmix.models.chat import Chat, read_chat, write_chat
 from depthmix.models.vocabulary import find_end
@@ -62,6 +62,9 @@ def test_mistakes_end_in_a_sentence(
         ((str(dense), *out, "--least", "2"), "--least needs --text"),
         ((str(dense), *out, "--least", "0", "--text", "a.txt"), "--least 0 must be at least 1"),
         ((str(dense), *out, "--least", "5", "--text", "a.txt"), "5 blocks cannot route"),
+        # before the text is read
+        ((str(dense), *out, "--least", "2", "--text", "a.txt", "--gate", "soft"), "routing.gate ="),
+        ((str(dense), *out, "--least", "2", "--text", "a.txt", "norm_eps=0.1"), "norm_eps = 0.1"),
         (
             (str(dense), *out, "--least", "2", "--text", "a.txt", "routing.layers=[1]"),
             "--least or routing.layers, and not both",

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from depthmix.data import shards
 from depthmix.data.manifest import MANIFEST_FILE
 from depthmix.data.shards import Corpus, ShardWriter, add_bytes
 from depthmix.files import hash_file
@@ -249,6 +250,25 @@ def test_changed_content_is_found_by_a_full_check(make_folder: FolderMaker, name
     Corpus.open(folder)
     with pytest.raises(ValueError, match=rf"{name} is not what it was"):
         Corpus.open(folder, verify="full")
+
+
+def test_content_is_checked_where_that_takes_no_time(
+    make_folder: FolderMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(DOCUMENTS)
+    path = folder / "train-00000.bin"
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(data)
+    size = len(data) + (folder / "val-00000.bin").stat().st_size
+    monkeypatch.setattr(shards, "FULL_CHECK_BYTES", size)
+    with pytest.raises(ValueError, match=r"train-00000\.bin is not what it was"):
+        Corpus.open(folder, verify="auto")
+    monkeypatch.setattr(shards, "FULL_CHECK_BYTES", size - 1)
+    Corpus.open(folder, verify="auto")
+    path.write_bytes(data[:-1])
+    with pytest.raises(ValueError, match=r"train-00000\.bin has"):
+        Corpus.open(folder, verify="auto")
 
 
 @pytest.mark.parametrize("offsets", [[1, 3, 5], [0, 5, 5], [0, 3, 4]])

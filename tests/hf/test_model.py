@@ -18,7 +18,7 @@ from transformers.utils import hub
 
 from depthmix.hf import DepthmixConfig, DepthmixForCausalLM
 from depthmix.nn import Transformer
-from depthmix.train.loss import IGNORE, language_model_loss, routing_loss
+from depthmix.nn.losses import IGNORE, language_model_loss, routing_loss
 from hf_models import make_hf_model, pad_left
 from variants import NAMES, gradients_of, make_config, make_model, make_tokens, pad_rows
 

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from depthmix.budget import make_schedule
 from depthmix.checkpoint import folder as disk
 from depthmix.checkpoint import load_weights
 from depthmix.checkpoint.tensors import read_part
@@ -103,7 +104,7 @@ def test_it_begins_as_its_source(dense: Path, whole: Path) -> None:
     source = open_model(whole)
     run = make_run(source.config, **{"train.start_capacity": None})
     corpus = Corpus.open(dense.with_name("data"))
-    trainer, model = Trainer(run, corpus, WORLD, start=source), source.network
+    trainer, model = Trainer(make_schedule(run), corpus, WORLD, start=source), source.network
     assert len(list_adapters(trainer.model)) == 12
     tokens = make_tokens(model.config, 2, 16)
     with torch.no_grad():
@@ -112,7 +113,7 @@ def test_it_begins_as_its_source(dense: Path, whole: Path) -> None:
 
 def test_readers_see_the_model_that_was_trained(dense: Path, whole: Path) -> None:
     config = RunConfig.from_dict(RunDir.open(whole).read_config())
-    trainer = Trainer(config, Corpus.open(dense.with_name("data")), WORLD)
+    trainer = Trainer(make_schedule(config), Corpus.open(dense.with_name("data")), WORLD)
     trainer.open(RunDir.open(whole))
     trainer.resume()
     model = open_model(whole, checkpoint="newest").network

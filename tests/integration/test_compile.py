@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from depthmix.nn import Output, Transformer
-from depthmix.train.loss import routing_loss
+from depthmix.nn.losses import routing_loss
 from variants import gradients_of, loss_of, make_config, make_model, make_tokens, pad_rows
 
 pytestmark = pytest.mark.compile

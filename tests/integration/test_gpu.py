@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from depthmix.budget import make_schedule
 from depthmix.config import Recipe, RunConfig
 from depthmix.kernels import linear, linear_cross_entropy, multiply_groups, reference
 from depthmix.nn import Transformer
+from depthmix.nn.losses import IGNORE, RoutingLoss
 from depthmix.nn.transformer import Output
 from depthmix.train.evaluate import look_at_batch
-from depthmix.train.loss import IGNORE, RoutingLoss
 from depthmix.train.meter import Meter
 from depthmix.train.parallel import compile_layers
 from depthmix.train.step import StepLoss, TrainStep, compute_loss
@@ -282,7 +283,7 @@ def test_every_step_clips_its_own_gradient(graph: bool) -> None:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_meter_waits_only_when_it_is_read() -> None:
     run = RunConfig(model=make_config("mod"), train=Recipe(batch_size=4, seq_len=16))
-    meter = Meter(run, World(0, 1, torch.device("cuda")))
+    meter = Meter(make_schedule(run), World(0, 1, torch.device("cuda")))
     total, zero = torch.zeros((), device="cuda"), torch.zeros((), device="cuda")
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     readings = []

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from depthmix.config import ModelConfig
-from depthmix.train.loss import language_model_loss, routing_loss
+from depthmix.nn.losses import language_model_loss, routing_loss
 from variants import NAMES, gradients_of, make_config, make_model, make_tokens
 
 LEARNED = [name for name in NAMES if make_config(name).routing.has_predictor]

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from depthmix.nn import Cache, MixtureOfDepths, Place, Transformer
 from depthmix.nn.block import Update
 from depthmix.nn.layers import make_phase_table
+from depthmix.nn.losses import head_loss, routing_loss
 from depthmix.nn.routing import Candidates, apply_gate, expert_choice
-from depthmix.train.loss import head_loss, routing_loss
 from variants import (
     NAMES,
     gradients_of,

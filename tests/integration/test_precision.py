@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from depthmix.nn import MixtureOfDepths
-from depthmix.train.loss import language_model_loss, routing_loss
+from depthmix.nn.losses import language_model_loss, routing_loss
 from variants import NAMES, gradients_of, make_config, make_model, make_tokens
 
 

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from depthmix.checkpoint.fit import fit_weights
-from depthmix.checkpoint.weights import build_model
+from depthmix.checkpoint.weights import build_model, fit_weights
 from depthmix.models import open_model
 from depthmix.models.foreign import (
     INDEX_FILE,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from depthmix import flops
-from depthmix.models import open_model
+from depthmix.models import StoredModel, foreign, open_model
 from depthmix.models.upcycle import upcycle
 from depthmix.models.vocabulary import find_end
 from depthmix.runs.folder import RunDir
@@ -118,3 +118,28 @@ def test_end_tokens_come_from_the_tokenizer_or_the_configuration(
     for eos, wanted in (("[7, 8]", 7), ("5", 5), ("null", None)):
         (tmp_path / "config.json").write_text(f'{{"eos_token_id": {eos}}}')
         assert find_end(tmp_path) == wanted
+
+
+def test_chosen_blocks_route_and_weights_are_read_once(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, reads = foreign.read_weights, []
+    monkeypatch.setattr(foreign, "read_weights", lambda *a: reads.append(a) or read(*a))
+
+    def choose(source: StoredModel) -> tuple[int, ...]:
+        assert not source.config.routed_layers
+        assert source.network.config is source.config
+        return (0, 3)
+
+    changes = {**ROUTING, "routing.capacity": (0.5, 0.25), "routing.first_dense": 4}
+    made = upcycle(dense, tmp_path / "run", changes, choose=choose)
+    assert (made.config.routed_layers, made.config.capacities) == ((0, 3), (0.5, 0.25))
+    assert len(reads) == 1
+    with pytest.raises(ValueError, match="lists 3 numbers, but 2 blocks route"):
+        upcycle(
+            dense,
+            tmp_path / "other",
+            {"routing.capacity": (0.5, 0.3, 0.1)},
+            choose=lambda _: (0, 3),
+        )
+    assert not (tmp_path / "other").exists()

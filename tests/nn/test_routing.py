@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthmix.config import GATES
+from depthmix.config import GATES, STRATEGIES
 from depthmix.nn.routing import (
+    RULES,
     Candidates,
     Kept,
     Routing,
@@ -108,14 +109,14 @@ def test_token_choice_takes_positive_scores_in_order(
                 taken.append(t)
                 others += 1
         expected.append(taken)
-    kept = token_choice(scores, capacity, candidates, reserved)
+    kept = token_choice(scores, capacity, candidates._replace(reserved=reserved))
     check_kept(kept, expected, count_places(capacity, scores.shape[1]))
 
 
 def test_reserved_places_are_counted_exactly() -> None:
     """0.07 · 100 is 7 places: three wait for the last tokens, four go to the first."""
     forced = torch.arange(100)[None] >= 97
-    kept = token_choice(torch.ones(1, 100), 0.07, Candidates(forced=forced), 0.03)
+    kept = token_choice(torch.ones(1, 100), 0.07, Candidates(forced=forced, reserved=0.03))
     assert kept.index.tolist() == [[0, 1, 2, 3, 97, 98, 99]]
 
 
@@ -263,3 +264,7 @@ def test_every_gate_has_its_formula() -> None:
 def test_unknown_gate_is_refused() -> None:
     with pytest.raises(ValueError, match="no gate 'softmax'"):
         apply_gate("softmax", torch.zeros(1, 1))
+
+
+def test_every_strategy_that_routes_has_a_rule() -> None:
+    assert set(RULES) == set(STRATEGIES) - {"none"}

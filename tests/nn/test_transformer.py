@@ -305,3 +305,14 @@ def test_bf16_model_runs(name: str) -> None:
         assert expert_routing.logits.dtype == torch.float32
     loss_of(output.logits).backward()
     assert all(g is None or g.isfinite().all() for g in gradients_of(model).values())
+
+
+def test_capacities_can_be_set() -> None:
+    model = Transformer(make_config("mod", max_seq_len=16, **{"routing.capacity": 0.25}))
+    tokens = torch.randint(64, (2, 16))
+    for capacities in ((1.0, 0.75), (0.5, 0.25)):
+        model.set_capacities(capacities)
+        kept = [routing.index.shape[1] for routing in model(tokens).routings]
+        assert kept == [16 * capacity for capacity in capacities]
+    with pytest.raises(ValueError, match="shorter"):
+        model.set_capacities((0.5,))

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from depthmix.sweep.plan import PlannedRun, expand_plan
-from depthmix.sweep.plan_file import read_plan
+from depthmix.sweep.plan import PlannedRun, expand_plan, read_plan
 from toy_sweeps import TREE, Fake
 
 

@@ -15,8 +15,7 @@ from depthmix.runs.folder import RunDir
 from depthmix.sweep import execute as execute_module
 from depthmix.sweep.execute import Executor, Summary, SweepProgress
 from depthmix.sweep.folders import LOG, PLANNED, look_at_runs
-from depthmix.sweep.plan import PlannedRun, expand_plan
-from depthmix.sweep.plan_file import read_plan
+from depthmix.sweep.plan import PlannedRun, expand_plan, read_plan
 from toy_sweeps import Fake
 
 

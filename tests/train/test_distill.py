@@ -13,11 +13,11 @@ from rich.console import Console
 from depthmix.config import RunConfig, load_preset
 from depthmix.models import StoredModel, open_model
 from depthmix.nn import Transformer
+from depthmix.nn.losses import IGNORE
 from depthmix.runs.folder import RunDir
 from depthmix.train import distill
 from depthmix.train.distill import Distillation, mean_divergence, open_distillation
 from depthmix.train.launch import Launch, launch
-from depthmix.train.loss import IGNORE
 from depthmix.train.step import TrainStep, compute_loss
 from tiny_runs import FIELDS, write_data
 from variants import enlarge_updates, make_config
@@ -47,12 +47,12 @@ def test_a_model_does_not_diverge_from_itself_and_the_parts_add_up() -> None:
     alone = compute_loss(model, *batch)
     same = compute_loss(teacher, *batch, Distillation(teacher, 1.0)).distilled
     assert same is not None
-    assert abs(float(same)) < 1e-6
+    assert abs(same.item()) < 1e-6
     once, twice = (compute_loss(model, *batch, Distillation(teacher, w)) for w in (1.0, 2.0))
     assert once.distilled is not None
     assert twice.distilled is not None
     torch.testing.assert_close(2 * once.distilled, twice.distilled)
-    assert float(once.distilled) > 0.01
+    assert once.distilled.item() > 0.01
     torch.testing.assert_close(once.total, alone.total + once.distilled)
     torch.testing.assert_close(once.language_model, alone.language_model)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from depthmix.kernels import linear_cross_entropy
-from depthmix.nn import Transformer
+from depthmix.nn import Transformer, losses
+from depthmix.nn.losses import IGNORE, HeadLoss, RoutingLoss, language_model_loss, routing_loss
 from depthmix.train import evaluate
-from depthmix.train import loss as losses
 from depthmix.train.evaluate import (
     TokenBatch,
     bits_per_byte,
@@ -20,7 +20,6 @@ from depthmix.train.evaluate import (
     look_at_batch,
     validate,
 )
-from depthmix.train.loss import IGNORE, HeadLoss, RoutingLoss, language_model_loss, routing_loss
 from depthmix.train.step import Root
 from variants import (
     NAMES,

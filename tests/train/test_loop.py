@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from depthmix.budget import make_schedule
 from depthmix.checkpoint import collect_rng
 from depthmix.checkpoint import folder as disk
 from depthmix.config import RunConfig, load_preset
@@ -42,7 +43,7 @@ def make_run(**recipe: Any) -> RunConfig:
 
 def make_trainer(run: RunConfig, data: Path, folder: Path, *, log_later: bool = False) -> Trainer:
     """A trainer in a new folder, or one that goes on in an old one."""
-    trainer = Trainer(run, Corpus.open(data), WORLD)
+    trainer = Trainer(make_schedule(run), Corpus.open(data), WORLD)
     # as on a GPU
     trainer.log_later = log_later
     if not folder.exists():
@@ -81,7 +82,7 @@ def spy_order(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Steps, lines of metrics and saves, as they happen."""
     seen: list[str] = []
     append, save = trainer.folder.append_metrics, trainer.checkpoints.save
-    for step in range(1, trainer.num_steps + 1):
+    for step in range(1, trainer.schedule.num_steps + 1):
         do_at(trainer, step, partial(seen.append, f"step {step}"))
 
     def append_and_tell(record: Any) -> None:
@@ -173,7 +174,7 @@ def spy_rates(trainer: Trainer) -> list[list[float]]:
     """Every group's learning rate over its scale, as each step's update has it."""
     seen: list[list[float]] = []
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    for step in range(1, trainer.num_steps + 1):
+    for step in range(1, trainer.schedule.num_steps + 1):
         do_at(trainer, step, lambda: seen.append([float(g["lr"]) / g["scale"] for g in groups]))
     return seen
 
@@ -313,15 +314,15 @@ def test_what_is_recorded_when(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_mean_over_steps_survives_a_stop(data: Path, tmp_path: Path) -> None:
-    meters = [Meter(make_run(), WORLD) for _ in range(2)]
+    meters = [Meter(make_schedule(make_run()), WORLD) for _ in range(2)]
     trainer = make_trainer(make_run(), data, tmp_path / "run")
     results = [trainer.step(*trainer._move(trainer.loader.next())) for _ in range(3)]
-    assert Meter(make_run(), WORLD).state_dict() == {}
+    assert Meter(make_schedule(make_run()), WORLD).state_dict() == {}
     for result in results:
         meters[0].add(result)
     for result in results[:2]:
         meters[1].add(result)
-    resumed = Meter(make_run(), WORLD)
+    resumed = Meter(make_schedule(make_run()), WORLD)
     resumed.load_state_dict(meters[1].state_dict())
     assert resumed.peek() == meters[1].peek()
     resumed.add(results[2])
@@ -388,7 +389,7 @@ def test_a_rate_beyond_reason(data: Path, tmp_path: Path) -> None:
 
 def test_no_validation_without_enough_to_validate_on(data: Path, tmp_path: Path) -> None:
     corpus = Corpus.open(data)
-    trainer = Trainer(make_run(), corpus, WORLD)
+    trainer = Trainer(make_schedule(make_run()), corpus, WORLD)
     assert trainer.val_loader is not None
     num_tokens = corpus.split("val").num_tokens
     long = load_preset("tiny", vocab_size=64, width=16, max_seq_len=num_tokens)
@@ -439,12 +440,14 @@ def test_what_fails_in_the_background_comes_up(data: Path, tmp_path: Path) -> No
 def test_what_processes_cannot_share_is_refused(data: Path) -> None:
     several = World(0, 2, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"whole matrices, which 2 processes would share"):
-        Trainer(make_run(trainable="lora"), Corpus.open(data), several)
+        Trainer(make_schedule(make_run(trainable="lora")), Corpus.open(data), several)
     shared = r"6 cannot be shared by 2 processes x train\.num_micro_batches=2: give a multiple of 4"
     with pytest.raises(ValueError, match=shared):
-        Trainer(make_run(batch_size=6, num_micro_batches=2), Corpus.open(data), several)
+        Trainer(
+            make_schedule(make_run(batch_size=6, num_micro_batches=2)), Corpus.open(data), several
+        )
     with pytest.raises(ValueError, match=r"train\.cuda_graph = true needs a GPU"):
-        Trainer(make_run(cuda_graph=True), Corpus.open(data), WORLD)
+        Trainer(make_schedule(make_run(cuda_graph=True)), Corpus.open(data), WORLD)
 
 
 @pytest.mark.compile

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from depthmix.kernels import linear_cross_entropy
-from depthmix.nn import Transformer
-from depthmix.train import loss as losses
-from depthmix.train.loss import IGNORE, language_model_loss, routing_loss
+from depthmix.nn import Transformer, losses
+from depthmix.nn.losses import IGNORE, language_model_loss, routing_loss
 from depthmix.train.step import TrainStep, _copy_state, _restore_state, compute_loss
 from variants import (
     NAMES,
@@ -44,13 +44,44 @@ def test_loss_is_the_sum_of_its_parts(name: str) -> None:
     output = model(tokens, document_ids=documents)
     expected = language_model_loss(output.logits, targets)
     routing = routing_loss(model.config, output.routings, output.expert_routings)
-    torch.testing.assert_close(found.language_model, expected.detach())
+    torch.testing.assert_close(found.language_model, expected)
     torch.testing.assert_close(found.total, expected + routing.loss)
-    torch.testing.assert_close(found.routing.loss, routing.loss.detach())
+    torch.testing.assert_close(found.routing.loss, routing.loss)
     assert (found.routing.router is None) == (routing.router is None)
-    # only the total has a gradient
-    assert found.total.requires_grad
-    assert not found.routing.loss.requires_grad
+    # the parts of the sum have a gradient, and no metric has: it would be computed, of zeros
+    assert found.language_model.requires_grad
+    metrics = [t for t in tree_leaves(found.routing[1:]) if t is not None]
+    assert not any(metric.requires_grad for metric in metrics)
+
+
+def test_what_a_step_returns_needs_no_gradient() -> None:
+    model = make_model("mod", dtype=torch.float32)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = step(*make_batch(model))
+    parts = [t for t in tree_leaves(found) if t is not None]
+    assert len(parts) > 2
+    assert not any(part.requires_grad for part in (*parts, found.total))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["dense", "mod", "stochastic"])
+def test_a_compiled_loss_is_the_same_and_goes_backward(name: str) -> None:
+    """Also where routing adds nothing, and the total is one of its parts."""
+    results = []
+    for compiled in (False, True):
+        model = make_model(name, dtype=torch.float32)
+        function = torch.compile(compute_loss, fullgraph=True) if compiled else compute_loss
+        torch.manual_seed(0)
+        found = function(model, *make_batch(model))
+        found.total.backward()
+        results.append((found.total.detach(), found.language_model.detach(), gradients_of(model)))
+    (total, part, grads), (total2, part2, grads2) = results
+    assert grads
+    if name != "stochastic":
+        # chance is drawn otherwise when it is compiled
+        torch.testing.assert_close((total2, part2), (total, part))
+        torch.testing.assert_close(grads2, grads, rtol=1e-3, atol=1e-5)
+    assert grads2.keys() == grads.keys()
 
 
 @pytest.mark.slow
@@ -160,10 +191,11 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
         model = make_model("mod")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         result = TrainStep(model, optimizer, accumulate=accumulate)(*make_batch(model))
-        results.append((result.total, torch.cat([p.flatten() for p in model.parameters()])))
-    for total, weights in results[1:]:
-        torch.testing.assert_close(total, results[0][0])
-        torch.testing.assert_close(weights, results[0][1])
+        weights = torch.cat([p.flatten() for p in model.parameters()])
+        # each part in its own precision: the language model's is float32, routing's is the model's
+        results.append((result.language_model, result.routing.loss, weights))
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0])
 
 
 def test_clipping_bounds_the_update_and_tells_the_norm() -> None:

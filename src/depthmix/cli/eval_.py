@@ -138,7 +138,7 @@ def read_stream(
     model: "StoredModel", texts: list[str], data: Path | None, max_tokens: int | None
 ) -> "Stream":
     """The tokens of files, of a data folder, or of what a run was trained on."""
-    from depthmix.eval.texts import read_corpus, read_texts
+    from depthmix.eval.perplexity import read_corpus, read_texts
 
     if texts:
         return read_texts([read_text(file) for file in texts], *model.vocabulary, max_tokens)

@@ -93,7 +93,6 @@ def upcycle(
             raise ValueError("give --least or routing.layers, and not both")
         if least < 1:
             raise ValueError(f"--least {least} must be at least 1")
-        given["routing.layers"] = list(range(least))
         choose = partial(choose_blocks, count=least, texts=text, device=device)
     made = make_run(source, out, {**given, **overrides}, choose=choose)
     place, length = shlex.quote(str(out)), min(TOLD_LENGTH, made.config.max_seq_len)
@@ -116,10 +115,13 @@ def choose_blocks(
     from rich.console import Console
 
     from depthmix.eval.blocks import find_least_blocks
-    from depthmix.eval.texts import read_texts
+    from depthmix.eval.perplexity import read_texts
     from depthmix.progress import show_bar
     from depthmix.world import choose_device
 
+    num_layers = source.config.num_layers
+    if count > num_layers:
+        raise ValueError(f"{count} blocks cannot route: {source.path} has {num_layers}")
     texts = [read_text(file) for file in texts]
     stream = read_texts(texts, *source.vocabulary, MAX_TOKENS)
     if len(stream.tokens) < MIN_TOKENS:

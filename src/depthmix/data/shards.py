@@ -237,6 +237,9 @@ def _open_part(path: Path) -> BinaryIO:
     path.touch()
     return open(path, "r+b", buffering=1 << 20)
 
+# hashing this much takes a second or two
+FULL_CHECK_BYTES = 2**30
+
 
 class Split:
     """The documents of one split, numbered through all of its shards."""
@@ -324,12 +327,18 @@ class Corpus:
         self._stamps = {path: _stamp(path) for path, _, _ in self._list_shards()}
 
     @staticmethod
-    def open(folder: str | Path, *, verify: Literal["size", "full"] = "size") -> "Corpus":
-        """Open a folder after a check of every file's size, or, with "full", of its content."""
+    def open(folder: str | Path, *, verify: Literal["size", "full", "auto"] = "size") -> "Corpus":
+        """Open a folder after a check of every file's size, or, with "full", of its content.
+
+        "auto" checks the content of up to `FULL_CHECK_BYTES`, and the sizes of more.
+        """
         folder = Path(folder).expanduser()
         manifest = read_manifest(folder)
+        itemsize = np.dtype(manifest.dtype).itemsize
+        if verify == "auto":
+            num_bytes = itemsize * sum(split.num_tokens for split in manifest.splits.values())
+            verify = "full" if num_bytes <= FULL_CHECK_BYTES else "size"
         for split in manifest.splits.values():
-            itemsize = np.dtype(manifest.dtype).itemsize
             for shard in split.shards:
                 files = (
                     (shard.file, shard.num_tokens * itemsize, shard.sha256),

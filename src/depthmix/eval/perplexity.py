@@ -1,13 +1,14 @@
 """How well a model predicts a text: loss, perplexity and bits per byte, under each rule of routing.
 
-Owns how windows become batches, and that neither a batch's size nor the length of its rows changes
-a number. Does not know where a text or a tokenizer comes from.
+Owns how texts and data folders become streams of tokens, how windows of these become batches, and
+that neither a batch's size nor the length of its rows changes a number. Does not know where a text
+or a tokenizer comes from.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from depthmix import flops
 from depthmix.config import ModelConfig
+from depthmix.data.shards import Corpus
 from depthmix.eval.trace import Window, cut_windows
+from depthmix.models import begin_document
 from depthmix.nn import Transformer
+from depthmix.nn.losses import IGNORE
 from depthmix.nn.transformer import Hidden
 from depthmix.train.evaluate import bits_per_byte
-from depthmix.train.loss import IGNORE
 
 # logits of so many tokens at once
 CHUNK_TOKENS = 1024
@@ -167,3 +170,47 @@ def _compare_flops(config: ModelConfig, length: int) -> float:
     """Forward FLOPs by the training's rule as a share of the dense twin's."""
     dense = flops.forward_flops(config.dense_twin(), seq_len=length)
     return flops.forward_flops(config, seq_len=length) / dense
+
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+def read_texts(
+    texts: Sequence[str],
+    tokenizer: "tokenizers.Tokenizer",
+    end_token: int | None,
+    max_tokens: int | None = None,
+) -> Stream:
+    """Each text as a document that the end token begins, at most `max_tokens` of all.
+
+    Without an end token the texts' first token is not predicted.
+    """
+    tokens: list[int] = []
+    num_bytes = 0
+    for text in texts:
+        room = None if max_tokens is None else max_tokens - len(tokens)
+        if room is not None and room < 1:
+            break
+        found = tokenizer.encode(text, add_special_tokens=False)
+        ids = found.ids[:room]
+        # where the last token that is taken ends in the text
+        end = len(text) if len(ids) == len(found.ids) else found.offsets[len(ids) - 1][1]
+        num_bytes += len(text[:end].encode())
+        tokens += begin_document(ids, end_token)
+    return Stream(tokens, num_bytes, end_token)
+
+
+def read_corpus(corpus: Corpus, max_tokens: int | None = None, split: str = "val") -> Stream:
+    """The documents of a split, as training reads them: each begins with an end token."""
+    found = corpus.split(split)
+    tokens = [corpus.end_token]
+    for number in range(found.num_documents):
+        if max_tokens is not None and len(tokens) > max_tokens:
+            break
+        tokens += found.read(number).tolist()
+    if max_tokens is not None:
+        tokens = tokens[: max_tokens + 1]
+    per_token = found.bytes_per_token
+    num_bytes = None if per_token is None else per_token * (len(tokens) - 1)
+    return Stream(tokens, num_bytes, corpus.end_token)

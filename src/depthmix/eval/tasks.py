@@ -28,7 +28,7 @@ from depthmix.eval.trace import Window
 from depthmix.infer import Engine, SamplingParams
 from depthmix.models import Chat, begin_document
 from depthmix.nn import Transformer
-from depthmix.train.loss import IGNORE
+from depthmix.nn.losses import IGNORE
 
 if TYPE_CHECKING:
     import tokenizers

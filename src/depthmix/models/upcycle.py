@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from depthmix import flops
-from depthmix.checkpoint.fit import fit_weights
+from depthmix.checkpoint.weights import fit_weights
 from depthmix.config import ModelConfig, RunConfig, fields
 from depthmix.models.open import StoredModel, open_model
 from depthmix.models.vocabulary import find_end
@@ -24,6 +24,9 @@ DEFAULTS: dict[str, Any] = {
     "routing.init_std": 0.0,
     "routing.normalize_input": True,
 }
+
+# what turns all of it off
+DENSE = {"routing.strategy": "none"}
 
 # FLOPs are told for sequences of this length, or the model's where it is shorter
 TOLD_LENGTH = 1024
@@ -67,26 +70,27 @@ def upcycle(
     """Make a run of a dense model with routers around some of its blocks.
 
     `overrides` are dotted fields of the model; only those of its routing may differ from the
-    source, and `max_seq_len`, which may be smaller. `choose` says, after everything else has been
-    checked, which blocks route: as many as `routing.layers` has.
+    source, and `max_seq_len`, which may be smaller. `choose` says which blocks route, in place of
+    fields.
     """
     RunDir(out).check_free()
     opened = open_model(source, max_seq_len=_read_length(overrides))
     if opened.config.routed_layers:
         raise ValueError(f"{source} routes already: train it with 'depthmix train --from {source}'")
-    num_layers, wanted = opened.config.num_layers, overrides.get("routing.layers")
-    if choose is not None and wanted is not None and len(wanted) > num_layers:
-        raise ValueError(f"{len(wanted)} blocks cannot route: {source} has {num_layers}")
-    config = opened.config.override({**DEFAULTS, **overrides})
+    given = {**DEFAULTS, **overrides}
+    if choose is not None:
+        # choosing takes time: every field is checked before it, and what depends on the blocks
+        # that route when they are known
+        _check_same(opened.config, opened.config.override({**given, **DENSE}), source)
+        given["routing.layers"] = choose(opened)
+    config = opened.config.override(given)
     if not config.routed_layers:
         raise ValueError("routing.strategy = none leaves the model dense: choose another")
     _check_same(opened.config, config, source)
-    # the same refusals as for a run, before anything is read or written
+    # the same refusals as for a run, before anything is written
     run = RunConfig(model=config)
-    if choose is not None:
-        config = config.override({"routing.layers": choose(opened)})
-        run = RunConfig(model=config)
-    fitted = fit_weights(config, opened.load(), source)
+    weights = opened.network.cpu().state_dict()
+    fitted = fit_weights(config, weights, source)
     weights = {name: value.float() for name, value in fitted.weights.items()}
     folder = write_run(
         out,

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from depthmix.config import RoutingConfig
+from depthmix.config import STRATEGIES, RoutingConfig
 from depthmix.kernels import gather_tokens, scatter_add_tokens
 from depthmix.nn import routing as rules
 from depthmix.nn.attention import AttentionCache, Memory, Place
@@ -20,11 +20,9 @@ from depthmix.nn.routing import Candidates, Kept, Routing
 class Decider(nn.Module):
     """A router, its causal predictor, and the rule that turns their scores into kept tokens."""
 
-    def __init__(
-        self, width: int, config: RoutingConfig, capacity: float, *, reserved: float = 0.0
-    ) -> None:
+    def __init__(self, width: int, config: RoutingConfig, capacity: float) -> None:
         super().__init__()
-        self.config, self.capacity, self.reserved = config, capacity, reserved
+        self.config, self.capacity = config, capacity
         self.router = Router(width, normalize=config.normalize_input, init_std=config.init_std)
         self.predictor = Predictor(width, config.predictor_width) if config.has_predictor else None
 
@@ -60,7 +58,8 @@ class Decider(nn.Module):
         else:
             logits_BT = self.router(x).sum(-1)
             predicted_BT = None if self.predictor is None else self.predictor(x).sum(-1)
-        if self.config.strategy == "early_exit":
+        strategy = STRATEGIES[self.config.strategy]
+        if strategy.is_final:
             candidates = rules.survivors(candidates, previous)
         # decisions are not differentiable: the gate and the losses carry the gradient
         scores_BT = logits_BT.detach()
@@ -69,7 +68,7 @@ class Decider(nn.Module):
         target_BT = None
         if not decoding and self.config.has_target:
             topk = kept
-            if selector not in (None, "topk") or self.config.strategy == "causal":
+            if selector not in (None, "topk") or strategy.asks_head:
                 topk = rules.expert_choice(scores_BT, self.capacity, candidates)
             target_BT = topk.slot >= 0
         if kept.index.shape[1] == 0:
@@ -119,18 +118,16 @@ class Decider(nn.Module):
         `foreseen` are the predictor's scores, or the router's again where there is none. `compact`:
         a causal selector makes only as many places as it fills.
         """
-        strategy = self.config.strategy
+        strategy = STRATEGIES[self.config.strategy]
         if selector == "all":
             return rules.keep_all(scores, candidates)
         if selector in ("predictor", "router"):
             scores = foreseen if selector == "predictor" else scores
             return rules.causal(scores, candidates, compact=compact)
-        if strategy == "stochastic":
-            return rules.stochastic(scores, self.capacity, candidates)
-        if selector == "topk" or strategy in ("expert_choice", "early_exit"):
+        if selector == "topk" and not strategy.is_random:
             return rules.expert_choice(scores, self.capacity, candidates)
-        scores = foreseen if strategy == "causal" else scores
-        return rules.token_choice(scores, self.capacity, candidates, self.reserved)
+        scores = foreseen if strategy.asks_head else scores
+        return rules.RULES[self.config.strategy](scores, self.capacity, candidates)
 
 
 class MixtureOfDepths(nn.Module):
@@ -145,7 +142,8 @@ class MixtureOfDepths(nn.Module):
         self.decider = Decider(width, config, capacity)
         self.kv_decider = None
         if config.kv_capacity is not None:
-            self.kv_decider = Decider(width, config, config.kv_capacity, reserved=capacity)
+            self.kv_decider = Decider(width, config, config.kv_capacity)
+            self.reserved = capacity
 
     def forward(
         self,
@@ -176,7 +174,7 @@ class MixtureOfDepths(nn.Module):
             # who is updated also offers its keys, so that no query is left without one
             queries_BT = routing.slot >= 0
             forced_BT = queries_BT if forced_BT is None else forced_BT | queries_BT
-            candidates = Candidates(present=place.valid, forced=forced_BT)
+            candidates = Candidates(place.valid, forced_BT, reserved=self.reserved)
             x_BMD, x, place_BM, kv_routing = self.kv_decider(
                 x, place, candidates, selector=selector, decoding=decoding, compact=compact
             )

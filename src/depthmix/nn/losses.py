@@ -1,7 +1,7 @@
-"""The routing losses, as pure functions of what routers decided: causal heads, load balance.
+"""The losses, as pure functions of outputs: the language model's, causal heads', load balance.
 
-They come with what they mean: precision, recall and the share routed, because accuracy alone
-misleads (always skipping is right for 87.5 % of tokens at capacity 0.125).
+Those of routing come with what they mean: precision, recall and the share routed, because accuracy
+alone misleads (always skipping is right for 87.5 % of tokens at capacity 0.125).
 """
 
 from collections.abc import Sequence
@@ -9,15 +9,30 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from depthmix.config import ExpertsConfig, ModelConfig
+from depthmix.kernels import linear_cross_entropy, mean_cross_entropy
 from depthmix.nn.experts import ExpertRouting
 from depthmix.nn.routing import Routing
 
 # a target that nobody is asked to predict
 IGNORE = -100
+
+
+def language_model_loss(
+    logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]
+) -> Float[Tensor, ""]:
+    """Mean cross-entropy in nats over the targets that are not `IGNORE`."""
+    return mean_cross_entropy(logits.flatten(0, 1), targets.flatten(), IGNORE)
+
+
+def token_loss(
+    hidden: Float[Tensor, "B T D"], head: Float[Tensor, "V D"], targets: Int[Tensor, "B T"]
+) -> Float[Tensor, ""]:
+    """`language_model_loss` of `hidden @ head.T`, without ever holding all the logits."""
+    return linear_cross_entropy(hidden.flatten(0, 1), head, targets.flatten(), IGNORE)
 
 
 class HeadLoss(NamedTuple):

@@ -4,6 +4,7 @@ Owns the `Routing` value that a routed block returns. Knows no parameters, and n
 """
 
 import math
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,9 @@ class Candidates(NamedTuple):
     """Tokens that have not left yet, for early exit."""
     most: int | None = None
     """A causal selector keeps no more than so many, the first ones."""
+    reserved: float = 0.0
+    """Under `token_choice`, the share of places that wait for forced tokens, so that nobody crowds
+    them out."""
 
     def mask(self) -> Bool[Tensor, "B T"] | None:
         """Tokens that may be kept."""
@@ -100,20 +104,25 @@ def survivors(candidates: Candidates, previous: Routing | None) -> Candidates:
     return candidates._replace(alive=previous.slot >= 0)
 
 
-def token_choice(
-    scores: Float[Tensor, "B T"], capacity: float, candidates: Candidates, reserved: float = 0.0
-) -> Kept:
-    """Keep tokens whose own score is positive, in order, while there are places: causal.
-
-    `reserved` is the share of places that wait for forced tokens, so that nobody crowds them out.
-    """
+def token_choice(scores: Float[Tensor, "B T"], capacity: float, candidates: Candidates) -> Kept:
+    """Keep tokens whose own score is positive, in order, while there are places: causal."""
     kept_BT, num_tokens = _want(scores, candidates), scores.shape[1]
     limit = count_share(capacity, candidates.present, num_tokens)
     if candidates.forced is not None:
         others_BT = kept_BT & ~candidates.forced
-        room = limit - count_share(reserved, candidates.present, num_tokens)
+        room = limit - count_share(candidates.reserved, candidates.present, num_tokens)
         kept_BT = kept_BT & (candidates.forced | (others_BT.cumsum(dim=1) <= room))
     return _pack(kept_BT & (kept_BT.cumsum(dim=1) <= limit), num_kept(capacity, num_tokens))
+
+
+RULES: Mapping[str, Callable[[Tensor, float, Candidates], Kept]] = {
+    "expert_choice": expert_choice,
+    "token_choice": token_choice,
+    "stochastic": stochastic,
+    "early_exit": expert_choice,
+    "causal": token_choice,
+}
+"""Who is kept under each strategy of `config.STRATEGIES`, which says whose scores they are of."""
 
 
 def causal(scores: Float[Tensor, "B T"], candidates: Candidates, *, compact: bool = False) -> Kept:

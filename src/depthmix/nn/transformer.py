@@ -23,8 +23,6 @@ from depthmix.nn.routing import Routing
 
 EMBEDDING_STD = 0.02
 
-# the best first
-
 
 class Hidden(NamedTuple):
     """The residual stream after the last norm, before the head."""
@@ -118,6 +116,12 @@ class Transformer(nn.Module):
         if not self.config.tied_head:
             nn.init.normal_(self.head.weight, std=EMBEDDING_STD)
         self.phase_table.copy_(self.make_phases())
+
+    def set_capacities(self, capacities: Sequence[float]) -> None:
+        """Let routed blocks keep other shares than the configuration says, in their order."""
+        routed = (layer for layer in self.layers if isinstance(layer, MixtureOfDepths))
+        for layer, capacity in zip(routed, capacities, strict=True):
+            layer.decider.capacity = capacity
 
     def forward(
         self,

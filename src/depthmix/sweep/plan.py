@@ -1,18 +1,262 @@
 """A plan of many runs: TOML → every run's configuration, counted and checked before any starts.
 
-Owns the names of runs, and that all problems are told at once. Does not know how a run is started,
-or what came of it.
+Owns the format of the file (docs/sweeps.md), the names of runs, and that all problems are told at
+once. Does not know how a run is started, or what came of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from depthmix import flops
-from depthmix.budget import count_flops, count_steps
-from depthmix.config import ModelConfig, RunConfig, load_config
-from depthmix.sweep.plan_file import Plan, Size, format_budget, load_plan, plan_names
+from depthmix.budget import make_schedule
+from depthmix.config import ModelConfig, RunConfig, fields, load_config
+from depthmix.config.train import update_names
 
-__all__ = ["Plan", "PlannedRun", "expand_plan", "format_budget", "load_plan", "plan_names"]
+DEFAULT_PRESET = "demo"
+DEFAULT_SCALE = "smoke"
+
+# what a plan may say at its top, in a scale, and beside a size's fields
+_SCALE_KEYS = ("budgets", "seeds", "sizes", "common", "variants", "vocab_size", "tflops")
+_PLAN_KEYS = ("name", "description", "preset", "data", "scale", *_SCALE_KEYS)
+_SIZE_KEYS = ("name", "variants", "budgets", "seeds")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan as it was written, for one of its scales."""
+
+    name: str
+    description: str
+    preset: str
+    data: str | None
+    """A folder made by `prepare`; None means the default corpus."""
+    common: dict[str, Any]
+    """Dotted fields of all runs."""
+    variants: dict[str, dict[str, Any]]
+    """Name → the dotted fields that make it."""
+    budgets: tuple[float, ...]
+    """FLOPs of a run's training."""
+    sizes: tuple["Size", ...]
+    scale: str | None = None
+    """The scale's name; None where the plan has one size only."""
+    vocab_size: int | None = None
+    """Ids of the default corpus, where no data is named; None means as many as it has by itself."""
+    tflops: float | None = None
+    """TFLOP/s to expect of all jobs together, until runs have finished; None means unknown."""
+
+
+class Size(NamedTuple):
+    """A size of a model, and which runs are made of it."""
+
+    fields: dict[str, Any]
+    name: str | None
+    """Names the runs; None means by width and depth."""
+    variants: tuple[str, ...]
+    budgets: tuple[float, ...]
+    seeds: tuple[int, ...]
+
+
+def plan_names() -> list[str]:
+    """Plans that come with the package."""
+    folder = resources.files("depthmix.sweep") / "plans"
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name[-5:] == ".toml")
+
+
+def load_plan(source: str, scale: str | None = None) -> Plan:
+    """A plan by its name in the package or from a .toml file, at one of its scales."""
+    if source.endswith(".toml"):
+        path = Path(source)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"cannot read '{source}': {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"cannot read '{source}': it is not UTF-8 text") from error
+        where = path.parent
+    elif source in plan_names():
+        file = resources.files("depthmix.sweep") / "plans" / f"{source}.toml"
+        text, where = file.read_text(encoding="utf-8"), None
+    else:
+        names = plan_names()
+        raise ValueError(
+            f"there is no plan '{source}'.{fields.suggest(source, names)} The plans are: "
+            f"{', '.join(names)}; a file ends in .toml"
+        )
+    try:
+        return read_plan(fields.read_toml(text), scale, where, default_name=Path(source).stem)
+    except ValueError as error:
+        raise ValueError(f"in '{source}': {error}") from error
+
+
+def read_plan(
+    tree: Mapping[str, Any],
+    scale: str | None = None,
+    where: Path | None = None,
+    *,
+    default_name: str = "sweep",
+) -> Plan:
+    """Build a plan of plain data; files that it names are looked for in the folder `where`.
+
+    What a scale says goes before what stands at the top; common fields are put together.
+    """
+    _refuse_unknown(tree, _PLAN_KEYS, "a plan")
+    scales = _read_table(tree, "scale")
+    scale = _choose_scale(scales, scale)
+    chosen = {} if scale is None else _read_table(scales, scale)
+    _refuse_unknown(chosen, _SCALE_KEYS, "a scale")
+    told = {**tree, **chosen}
+    variants = {
+        _check_name(name): _read_fields(_read_table(told, "variants"), name)
+        for name in _read_table(told, "variants")
+    }
+    if not variants:
+        raise ValueError("a plan needs variants: write [variants.NAME] with its fields")
+    budgets = _read_budgets(told.get("budgets"), "budgets")
+    seeds = _read_seeds(told.get("seeds", 1), "seeds")
+    sizes = told.get("sizes")
+    if not isinstance(sizes, list) or not sizes or not all(isinstance(s, dict) for s in sizes):
+        raise ValueError("sizes must be a list of tables, such as [{width = 256, num_layers = 8}]")
+    common = _read_fields(tree, "common") | _read_fields(chosen, "common")
+    preset, data = _read_text(tree, "preset", DEFAULT_PRESET), _read_text(tree, "data", "")
+    if where is not None:
+        preset = str(where / preset) if preset.endswith(".toml") else preset
+        data = str(where / data) if data else data
+    return Plan(
+        name=_check_name(_read_text(tree, "name", default_name)),
+        description=_read_text(tree, "description", ""),
+        preset=preset,
+        data=data or None,
+        common=common,
+        variants=variants,
+        budgets=budgets,
+        sizes=tuple(_read_size(size, tuple(variants), budgets, seeds) for size in sizes),
+        scale=scale,
+        vocab_size=_read_vocab_size(told.get("vocab_size")),
+        tflops=_read_tflops(told.get("tflops")),
+    )
+
+
+def _choose_scale(scales: Mapping[str, Any], wanted: str | None) -> str | None:
+    if not scales:
+        if wanted is not None:
+            raise ValueError(f"this plan has one size only: leave out --size {wanted}")
+        return None
+    if wanted is None:
+        wanted = DEFAULT_SCALE if DEFAULT_SCALE in scales else next(iter(scales))
+    if wanted not in scales:
+        raise ValueError(f"there is no size '{wanted}': choose one of {', '.join(scales)}")
+    return wanted
+
+
+def _read_size(
+    tree: Mapping[str, Any],
+    variants: tuple[str, ...],
+    budgets: tuple[float, ...],
+    seeds: tuple[int, ...],
+) -> Size:
+    known, few = tree.get("variants", list(variants)), budgets
+    for name in known if isinstance(known, list) else [known]:
+        if name not in variants:
+            raise ValueError(
+                f"a size names the variant '{name}'.{fields.suggest(str(name), variants)} "
+                f"The variants are: {', '.join(variants)}"
+            )
+    if "budgets" in tree:
+        few = _read_budgets(tree["budgets"], "a size's budgets")
+        for budget in few:
+            if budget not in budgets:
+                told = ", ".join(map(format_budget, budgets))
+                raise ValueError(
+                    f"a size names the budget {format_budget(budget)}, which is none of {told}"
+                )
+    name = tree.get("name")
+    return Size(
+        fields=_flatten({n: v for n, v in tree.items() if n not in _SIZE_KEYS}),
+        name=None if name is None else _check_name(name),
+        variants=tuple(known) if isinstance(known, list) else (known,),
+        budgets=few,
+        seeds=_read_seeds(tree["seeds"], "a size's seeds") if "seeds" in tree else seeds,
+    )
+
+
+def _read_budgets(value: Any, name: str) -> tuple[float, ...]:
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(_is_number(v) and 0 < v < float("inf") for v in values):
+        raise ValueError(f"{name} must be FLOPs greater than 0, such as [1e15, 4e15]")
+    return tuple(dict.fromkeys(map(float, values)))
+
+
+def _read_seeds(value: Any, name: str) -> tuple[int, ...]:
+    """A number of seeds, from 0, or a list of them."""
+    seeds = value if isinstance(value, list) else range(value) if type(value) is int else ()
+    if not seeds or not all(type(seed) is int for seed in seeds):
+        raise ValueError(f"{name} must be a number of seeds, or a list of them, such as [0, 1, 2]")
+    return tuple(dict.fromkeys(seeds))
+
+
+def _read_vocab_size(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"vocab_size = {value!r} must be a number of ids, such as 512")
+    return value
+
+
+def _read_tflops(value: Any) -> float | None:
+    if value is None:
+        return None
+    if not _is_number(value) or not 0 < value < float("inf"):
+        raise ValueError(f"tflops = {value!r} must be TFLOP/s greater than 0, such as 0.02")
+    return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _read_table(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = tree.get(name, {})
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be a table of fields")
+    return value
+
+
+def _read_fields(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return _flatten(_read_table(tree, name))
+
+
+def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted fields, by the names of today also in a plan that was written before."""
+    return update_names(fields.flatten(tree))
+
+
+def _read_text(tree: Mapping[str, Any], name: str, default: str) -> str:
+    value = tree.get(name, default)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} = {value!r} must be text")
+    return value
+
+
+def _check_name(name: Any) -> str:
+    """A part of a path, which must not leave its folder."""
+    if not isinstance(name, str) or not name.strip(".") or "/" in name or "\\" in name:
+        raise ValueError(f"'{name}' names a folder: use letters, digits, '-' and '_'")
+    return name
+
+
+def _refuse_unknown(tree: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+    for name in tree:
+        if name not in known:
+            hint = fields.suggest(name, known) or f" It may hold: {', '.join(known)}."
+            raise ValueError(f"{what} has no '{name}'.{hint}")
+
+
+def format_budget(budget: int | float) -> str:
+    """FLOPs as a folder is named: `1e15`, `1.6e16`."""
+    digits, _, power = f"{budget:.9e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+
 
 # what the plan itself decides, and why nobody else may
 _RESERVED = {"train.flops": "budgets", "train.seed": "seeds"}
@@ -91,15 +335,15 @@ def _plan_run(
             raise ValueError(f"{name} is decided by the plan's {owner}: take it away")
     chosen = {**given, "train.flops": budget, "train.seed": seed}
     config = RunConfig.from_overrides(model, chosen)
-    num_steps = count_steps(config)
+    schedule = make_schedule(config)
     shape = size_name or f"w{config.model.width}-l{config.model.num_layers}"
     return PlannedRun(
         name=f"{plan.name}/{format_budget(budget)}/{variant}/{shape}-s{seed}",
         variant=variant,
         budget=budget,
         config=config,
-        num_steps=num_steps,
-        flops=count_flops(config, num_steps),
+        num_steps=schedule.num_steps,
+        flops=schedule.flops,
         num_parameters=flops.num_parameters(config.model).total,
     )
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from depthmix.config import RunConfig
 from depthmix.models import StoredModel
 from depthmix.nn import Transformer
-from depthmix.train.loss import IGNORE
+from depthmix.nn.losses import IGNORE
 
 # logits of so many tokens at once, of both models
 CHUNK_TOKENS = 2048

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from depthmix.config import ModelConfig
 from depthmix.nn import Transformer
+from depthmix.nn.losses import IGNORE, routing_loss, token_loss
 from depthmix.nn.routing import Routing
 from depthmix.nn.transformer import Hidden
 from depthmix.train.batches import TokenBatch
-from depthmix.train.loss import IGNORE, routing_loss, token_loss
 
 # logits of so many tokens at once
 CHUNK_TOKENS = 4096

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from depthmix import flops
-from depthmix.budget import count_steps, list_stages
+from depthmix.budget import make_schedule
 from depthmix.config import RunConfig
 from depthmix.data.default import find_cache, prepare_default
 from depthmix.data.prepare import show_progress
@@ -70,13 +70,13 @@ def _start(plan: Launch, world: World, console: Console) -> tuple[Ending, RunDir
     if plan.out is not None:
         RunDir(plan.out).check_free()
     check_memory(run, world)
-    list_stages(run, count_steps(run))
+    schedule = make_schedule(run)
     teacher = _open_teacher(run)
     data = plan.data or world.do_first(lambda: _prepare_default(console))
     corpus = world.do_first(lambda: open_corpus(data, run))
     if plan.start is not None:
         check_tokenizer(plan.start.home, corpus)
-    trainer = Trainer(run, corpus, world, start=plan.start, teacher=teacher)
+    trainer = Trainer(schedule, corpus, world, start=plan.start, teacher=teacher)
     made = world.do_first(lambda: _create_folder(plan, trainer))
     folder = RunDir(made.path)
     with _lock(folder, world):
@@ -101,7 +101,8 @@ def _resume(plan: Launch, path: Path, world: World, console: Console) -> tuple[E
     if not config.keys() >= {"model", "train"}:
         raise ValueError(f"'{path / 'config.toml'}' is damaged: put back a copy of it")
     run = RunConfig.from_dict(config)
-    status, num_steps = {}, count_steps(run)
+    status, schedule = {}, make_schedule(run)
+    num_steps = schedule.num_steps
     # only to say that there is nothing to do
     with suppress(ValueError):
         status = folder.read_json("status.json")
@@ -119,7 +120,7 @@ def _resume(plan: Launch, path: Path, world: World, console: Console) -> tuple[E
                 f"the data in {where} is not what {path} was trained on: give the folder as it was "
                 f"with --data, or start a new run"
             )
-        trainer = Trainer(run, corpus, world, teacher=teacher)
+        trainer = Trainer(schedule, corpus, world, teacher=teacher)
         trainer.open(folder)
         _say_start(console, trainer)
         for sentence in trainer.resume():
@@ -248,12 +249,13 @@ def _say_start(console: Console, trainer: Trainer) -> None:
     learning = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     # whoever froze something wants to know what is left
     told = "" if run.train.trainable == "all" else f" ({format_number(learning)} learn)"
-    num_epochs = trainer.num_steps * run.tokens_per_step / trainer.loader.split.num_tokens
+    num_steps = trainer.schedule.num_steps
+    num_epochs = num_steps * run.tokens_per_step / trainer.loader.split.num_tokens
     _say(
         console,
         f"{flops.num_parameters(run.model).total / 1e6:.1f} M parameters{told}, "
-        f"{trainer.num_steps} steps of {run.train.batch_size} x {run.seq_len} tokens, "
-        f"{trainer.meter.count_flops(trainer.num_steps):.2e} FLOPs; {corpus.folder}, "
+        f"{num_steps} steps of {run.train.batch_size} x {run.seq_len} tokens, "
+        f"{trainer.schedule.flops:.2e} FLOPs; {corpus.folder}, "
         f"{num_epochs:.2f} epochs; {trainer.folder.path}",
     )
     if trainer.started:

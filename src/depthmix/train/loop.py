@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
-from depthmix.budget import count_steps
+from depthmix.budget import Schedule
 from depthmix.checkpoint import (
     Checkpoints,
     collect_rng,
@@ -20,14 +20,12 @@ from depthmix.checkpoint import (
     restore_rank_rng,
     seed_rng,
 )
-from depthmix.config import RunConfig
 from depthmix.data.loader import Batch, Loader, prefetch
 from depthmix.data.shards import Corpus
 from depthmix.models import StoredModel
 from depthmix.nn import Transformer
 from depthmix.runs.folder import RunDir, State
 from depthmix.train import parallel
-from depthmix.train.anneal import Annealer
 from depthmix.train.batches import TokenBatch, make_val_loader, move_batch, read_val_batches
 from depthmix.train.distill import open_distillation
 from depthmix.train.evaluate import bits_per_byte, validate
@@ -65,7 +63,7 @@ class Trainer:
 
     def __init__(
         self,
-        run: RunConfig,
+        schedule: Schedule,
         corpus: Corpus,
         world: World,
         *,
@@ -73,12 +71,14 @@ class Trainer:
         teacher: StoredModel | None = None,
     ) -> None:
         """`start` has the weights to begin with; `teacher` is for `train.teacher`."""
-        recipe, device = run.train, world.device
+        run, device = schedule.run, world.device
+        recipe = run.train
         recipe.check_sharing(world.size)
         if recipe.cuda_graph and device.type != "cuda":
             raise ValueError("train.cuda_graph = true needs a GPU: leave it out")
-        self.run, self.corpus, self.world = run, corpus, world
-        self.num_steps = count_steps(run)
+        self.schedule, self.run, self.corpus, self.world = schedule, run, corpus, world
+        self.stage = schedule.stages[-1]
+        """That of the step before; the model is made with its own capacities."""
         shape: dict[str, Any] = {"seq_len": run.seq_len, "batch_size": recipe.batch_size}
         shape |= {"seed": recipe.seed, "rank": world.rank, "world_size": world.size}
         self.loader = Loader(corpus.split("train"), **shape)
@@ -113,8 +113,7 @@ class Trainer:
             root=self.root,
             distillation=None if teacher is None else open_distillation(teacher, run, device),
         )
-        self.annealer = Annealer(run, self.model)
-        self.meter = Meter(run, world)
+        self.meter = Meter(schedule, world)
         # a GPU computes while the host writes; a CPU's numbers would only be a step late
         self.log_later = device.type == "cuda"
         self.pending: tuple[MetricSums, dict[str, Any]] | None = None
@@ -140,7 +139,7 @@ class Trainer:
         state = self.checkpoints.load(found, tensors)
         restore_parts(self.model, self.optimizers, tensors)
         self.num_done, self.val, self.loss = found.step, state["val"], state.get("loss")
-        self.annealer.enter(max(0, found.step - 1))
+        self._set_stage(max(0, found.step - 1))
         self.meter.load_state_dict(state.get("meter", {}))
         self.loader.load_state_dict(state["loader"])
         told = restore_rank_rng(
@@ -154,7 +153,7 @@ class Trainer:
 
     def train(self, console: Console) -> Ending:
         """Run to the end of the budget, or until somebody wants it to stop."""
-        recipe, num_steps, world = self.run.train, self.num_steps, self.world
+        recipe, num_steps, world = self.run.train, self.schedule.num_steps, self.world
         val_every = self.run.space_validations(num_steps)
         meter, step = self.meter, self.num_done
         logger = SilentLogger()
@@ -184,7 +183,7 @@ class Trainer:
                 if step % recipe.log_every == 0 or step == num_steps:
                     # not the loader's own position, which is ahead of the training
                     epoch = step * recipe.batch_size // self.loader.num_rows_per_epoch
-                    extra = {"learning_rate": rate, "epoch": epoch, **self.annealer.describe()}
+                    extra = {"learning_rate": rate, "epoch": epoch, **self._tell_capacity()}
                     self.pending = meter.cut(step), extra
                     if step == num_steps or not self.log_later:
                         self._log_pending(logger)
@@ -213,16 +212,27 @@ class Trainer:
 
     def _enter_stage(self, step: int) -> None:
         """Set the capacities of a step; where they change, it is compiled anew."""
-        if self.annealer.enter(step):
+        if self._set_stage(step):
             self.step.forget()
             self.meter.expect_slow_step()
             # it was of another capacity
             self.val = {}
 
+    def _set_stage(self, step: int) -> bool:
+        """Set the capacities of a step; whether they differ from those before."""
+        before, self.stage = self.stage, self.schedule.find_stage(step)
+        self.model.set_capacities(self.stage.model.capacities)
+        return before.model.capacities != self.stage.model.capacities
+
+    def _tell_capacity(self) -> dict[str, float]:
+        """For a line of metrics: the mean share that routed blocks keep now, where it changes."""
+        shares = self.stage.model.capacities
+        return {"capacity": sum(shares) / len(shares)} if len(self.schedule.stages) > 1 else {}
+
     def write_status(self, state: State, reason: str = "") -> None:
         """Say in the run's folder where the training stands."""
         if self.world.is_first:
-            told = {"step": self.num_done, "num_steps": self.num_steps, "loss": self.loss}
+            told = {"step": self.num_done, "num_steps": self.schedule.num_steps, "loss": self.loss}
             self.folder.write_status(state, **told, reason=reason)
 
     @contextmanager
@@ -243,7 +253,7 @@ class Trainer:
         record["perplexity"] = math.exp(min(loss, 700.0))
         record["bits_per_byte"] = bits_per_byte(loss, self.corpus.bytes_per_token)
         logger.log({"step": reading.step, "kind": "train", **record, **extra})
-        self.shown = _choose_shown(record, self.meter.count_flops(self.num_steps))
+        self.shown = _choose_shown(record, self.schedule.flops)
 
     def _move(self, batch: Batch) -> TokenBatch:
         """A batch as tensors on this process's device."""
@@ -278,7 +288,7 @@ class Trainer:
             "loss": self.loss,
             "val": self.val,
             # with the capacities of this step, for whoever uses it before the last
-            "config": {**self.run.to_dict(), "model": self.annealer.config.to_dict()},
+            "config": {**self.run.to_dict(), "model": self.stage.model.to_dict()},
             "data": self.corpus.manifest_hash,
             "rng": collect_rng(),
         }
@@ -288,7 +298,8 @@ class Trainer:
         (broken,) = self.world.agree(not math.isfinite(find_largest(tensors)))
         check_finite({"weights": math.nan if broken else 0.0}, step)
         # a higher capacity is easily better: only what was asked for is compared
-        self.checkpoints.save(step, tensors, state, score=score if self.annealer.is_final else None)
+        is_final = self.stage is self.schedule.stages[-1]
+        self.checkpoints.save(step, tensors, state, score=score if is_final else None)
 
 
 def _choose_shown(record: dict[str, Any], budget: int | float) -> dict[str, Any]:

@@ -10,15 +10,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from depthmix import flops
-from depthmix.budget import count_steps, list_stages
-from depthmix.config import RunConfig
+from depthmix.budget import Schedule
 from depthmix.train.evaluate import describe_routing
 from depthmix.train.step import StepLoss
 from depthmix.world import World
@@ -59,18 +56,8 @@ class MetricSums(NamedTuple):
 class Meter:
     """Collects the steps between two lines of metrics."""
 
-    def __init__(self, run: RunConfig, world: World) -> None:
-        self.run, self.world = run, world
-        sizes = {"seq_len": run.seq_len, "batch_size": run.train.batch_size}
-        self.flops_per_step = flops.training_flops(run.model, **sizes)
-        # causal attention computes half of its square: the convention for a device's use
-        self.used_per_step = flops.training_flops(run.model, **sizes, causal_half=True)
-        # while a capacity falls, steps take more: by the first step of each stage
-        stages = list_stages(run, count_steps(run)).items()
-        self._stage_flops = {n: flops.training_flops(m, **sizes) for n, m in stages}
-        self._stage_used = {
-            n: flops.training_flops(m, **sizes, causal_half=True) for n, m in stages
-        }
+    def __init__(self, schedule: Schedule, world: World) -> None:
+        self.schedule, self.world = schedule, world
         self.peak = find_peak(world.device)
         self._names: list[str] = []
         self._sums: torch.Tensor | None = None
@@ -161,17 +148,11 @@ class Meter:
         return {
             **means,
             "time": time.time(),
-            "tokens": reading.step * self.run.tokens_per_step,
-            "flops": self.count_flops(reading.step),
+            "tokens": reading.step * self.schedule.run.tokens_per_step,
+            "flops": self.schedule.count_flops(reading.step),
             **self._tell_speed(reading),
             "memory_bytes": measure_memory(self.world.device),
         }
-
-    def count_flops(self, step: int) -> int:
-        """Compute of the training's first steps, each at the capacity that it had."""
-        starts = [*self._stage_flops, max(step, *self._stage_flops)]
-        spent = zip(pairwise(starts), self._stage_flops.values(), strict=True)
-        return sum(max(0, min(step, after) - first) * each for (first, after), each in spent)
 
     def _tell_speed(self, reading: MetricSums) -> dict[str, float | None]:
         names = ("tokens_per_second", "flops_per_second", "share_of_peak", "seconds_per_step")
@@ -181,12 +162,10 @@ class Meter:
         seconds = sum(measure_seconds(*span) for span in reading.spans) / reading.num_timed
         seconds = max(seconds, 1e-9)
         # those of the last step, which most of these steps have been
-        used = [each for first, each in self._stage_used.items() if first < reading.step]
-        speed = (used[-1] if used else self.used_per_step) / seconds
+        speed = self.schedule.find_stage(reading.step - 1).causal_flops / seconds
         share = speed / (self.peak * self.world.size) if self.peak else None
-        return dict(
-            zip(names, (self.run.tokens_per_step / seconds, speed, share, seconds), strict=True)
-        )
+        tokens = self.schedule.run.tokens_per_step / seconds
+        return dict(zip(names, (tokens, speed, share, seconds), strict=True))
 
 
 def check_finite(record: Mapping[str, Any], step: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from depthmix import flops
 from depthmix.checkpoint import collect_tensors
-from depthmix.checkpoint.fit import fit_weights
+from depthmix.checkpoint.weights import fit_weights
 from depthmix.config import RunConfig
 from depthmix.data.shards import Corpus
 from depthmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer
@@ -21,9 +21,6 @@ from depthmix.nn import Transformer
 from depthmix.nn.router import Predictor, Router
 from depthmix.units import format_bytes
 from depthmix.world import World
-
-# hashing this much takes a second or two; of more, only the sizes are compared
-FULL_CHECK_BYTES = 2**30
 
 # as much as can be written as a number with a unit
 LARGEST_BYTES = 2**70
@@ -54,10 +51,7 @@ def check_memory(run: RunConfig, world: World) -> None:
 
 def open_corpus(folder: Path, run: RunConfig) -> Corpus:
     """A data folder whose files are whole and whose ids the model has."""
-    corpus = Corpus.open(folder)
-    shards = [s for split in corpus.manifest.splits.values() for s in split.shards]
-    if sum((corpus.folder / s.file).stat().st_size for s in shards) <= FULL_CHECK_BYTES:
-        corpus = Corpus.open(folder, verify="full")
+    corpus = Corpus.open(folder, verify="auto")
     if corpus.vocab_size > run.model.vocab_size:
         raise ValueError(
             f"{folder} has ids up to {corpus.vocab_size - 1}, and the model's vocab_size is "

@@ -16,25 +16,28 @@ from torch.utils._pytree import tree_map
 
 from depthmix.kernels.recording import record_graph
 from depthmix.nn import Transformer
+from depthmix.nn.losses import RoutingLoss, routing_loss, token_loss
 from depthmix.train.distill import Distillation
-from depthmix.train.loss import RoutingLoss, routing_loss, token_loss
 
 
 class StepLoss(NamedTuple):
-    """What a step returns: the loss that was minimised, and what routing added to it."""
+    """What a step returns: the parts of the loss that is minimised."""
 
-    total: Float[Tensor, ""]
+    language_model: Float[Tensor, ""]
     routing: RoutingLoss
     grad_norm: Float[Tensor, ""] | None = None
     """Norm of the gradient before it was clipped; None without clipping."""
     distilled: Float[Tensor, ""] | None = None
-    """What a teacher added to it; None without one."""
+    """What a teacher adds; None without one."""
 
     @property
-    def language_model(self) -> Float[Tensor, ""]:
-        """The language model's part."""
-        rest = self.total.detach() - self.routing.loss.detach()
-        return rest if self.distilled is None else rest - self.distilled
+    def total(self) -> Float[Tensor, ""]:
+        """The loss that is minimised."""
+        # added up here and not in what is compiled: where routing adds nothing, a compiler may see
+        # that the total and the language model's part are one tensor, and return it as the one of
+        # the two that needs no gradient
+        total = self.language_model + self.routing.loss
+        return total if self.distilled is None else total + self.distilled
 
 
 def compute_loss(
@@ -44,20 +47,16 @@ def compute_loss(
     document_ids: Int[Tensor, "B T"] | None = None,
     distillation: Distillation | None = None,
 ) -> StepLoss:
-    """Language-model loss plus the routing losses of the model's configuration, and a teacher's."""
+    """Language-model loss, the routing losses of the model's configuration, and a teacher's."""
     hidden = model.compute_hidden(tokens, document_ids=document_ids)
     language_model = token_loss(hidden.hidden, model.head.weight, targets)
     routing = routing_loss(model.config, hidden.routings, hidden.expert_routings)
-    routed = len(hidden.routings) + len(hidden.expert_routings) > 0
-    total = language_model + routing.loss if routed else language_model
-    # only the total has a gradient: a second one would be computed, of zeros, at every step
-    detached = RoutingLoss(routing.loss.detach(), *routing[1:])
     if distillation is None:
-        return StepLoss(total, detached)
+        return StepLoss(language_model, routing)
     distilled = distillation.compute_loss(
         hidden.hidden, model.head.weight, tokens, targets, document_ids
     )
-    return StepLoss(total + distilled, detached, distilled=distilled.detach())
+    return StepLoss(language_model, routing, distilled=distilled)
 
 
 class Root(nn.Module):
@@ -164,7 +163,7 @@ class TrainStep:
         with torch.autocast(device, dtype=self.precision, enabled=self.precision is not None):
             result = self.root(self.compute_loss, *inputs)
         (result.total if self.accumulate == 1 else result.total / self.accumulate).backward()
-        return result._replace(total=result.total.detach())
+        return tree_map(_detach, result)
 
     def _record(self, inputs: tuple[Tensor | None, ...]) -> "Recording":
         static = tuple(None if t is None else t.clone() for t in inputs)
@@ -214,6 +213,10 @@ def clip_gradients(
     if divisor is not None:
         divisor.copy_(norm / largest).clamp_(min=1)
     return norm
+
+
+def _detach(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.detach()
 
 
 def _average(*values: Tensor | None) -> Tensor | None:

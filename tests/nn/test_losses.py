@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from depthmix.config import ExpertsConfig, ModelConfig
 from depthmix.nn import ExpertRouting, Output, Routing
-from depthmix.train.loss import (
+from depthmix.nn.losses import (
     IGNORE,
     HeadLoss,
     balance_loss,
