@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthmix.config import (
@@ -295,6 +295,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
     )
 
 
+@settings(max_examples=50)
 @given(trees())
 def test_every_text_form_round_trips_exactly(tree: dict[str, Any]) -> None:
     config = ModelConfig.from_dict(tree)
