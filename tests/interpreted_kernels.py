@@ -5,7 +5,6 @@ import, and this file may go.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import triton.language as tl
@@ -18,16 +17,13 @@ def speed_up() -> None:
     assert not builder.options.debug
     # sums and products are checked for an overflow, and without `debug` the answer is dropped
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    interpreter._patch_lang = _patch_once(interpreter._patch_lang)
+    patch = interpreter._patch_lang
 
-
-def _patch_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A launch replaces the language's functions; a call inside a kernel finds them replaced."""
-
-    def patch_lang(fn: Any) -> Any:
+    def patch_once(fn: Any) -> interpreter._LangPatchScope:
+        """A launch replaces the language's functions; a call in a kernel finds them replaced."""
         languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
         if any(tl.core.is_builtin(language.load) for language in languages):
             return patch(fn)
         return interpreter._LangPatchScope()
 
-    return patch_lang
+    interpreter._patch_lang = patch_once

@@ -1,6 +1,5 @@
 """The loop trains, looks and saves in the right order, and goes on as if it had never stopped."""
 
-import dataclasses
 import math
 import os
 import signal
@@ -468,12 +467,8 @@ def test_what_is_compiled(
 @pytest.mark.compile
 def test_compiled_blocks_learn_the_same(data: Path, tmp_path: Path) -> None:
     torch._dynamo.reset()
-    # inductor takes seconds for every kernel
-    small = {"num_layers": 1, "routing.every": 1}
     for name, recipe in (("eager", {}), ("blocks", {"compile": True, "compile_blocks": True})):
-        run = make_run(steps=3, log_every=1, **recipe)
-        run = dataclasses.replace(run, model=run.model.override(small))
-        train(make_trainer(run, data, tmp_path / name))
+        train(make_trainer(make_run(steps=3, log_every=1, **recipe), data, tmp_path / name))
     losses = [
         [record["loss"] for record in RunDir.open(tmp_path / name).read_metrics("train")]
         for name in ("eager", "blocks")
