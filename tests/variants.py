@@ -3,6 +3,7 @@
 Owns how a test makes a model and its tokens; asserts nothing.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -113,7 +114,14 @@ NAMES = list(VARIANTS)
 
 def make_config(name: str, **overrides: Any) -> ModelConfig:
     """A variant's configuration, small; dotted overrides come last."""
+    if not overrides:
+        return _load(name)
     return load_preset("tiny", **{**BASE, **VARIANTS[name], **overrides})
+
+
+@cache
+def _load(name: str) -> ModelConfig:
+    return load_preset("tiny", **{**BASE, **VARIANTS[name]})
 
 
 def make_model(

@@ -7,7 +7,7 @@ from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from depthmix.config import (
@@ -398,6 +398,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
     )
 
 
+@settings(max_examples=50)
 @given(trees())
 def test_every_text_form_round_trips_exactly(tree: dict[str, Any]) -> None:
     config = ModelConfig.from_dict(tree)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from depthmix.config import ModelConfig, Recipe, RunConfig, fields, load_preset, load_run_config
@@ -159,6 +159,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     return Recipe(**values)
 
 
+@settings(max_examples=50)
 @given(recipes())
 def test_round_trips(recipe: Recipe) -> None:
     run = RunConfig(model=load_preset("tiny", **{"routing.capacity": (0.5, 0.25)}), train=recipe)

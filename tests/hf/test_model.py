@@ -25,7 +25,10 @@ from variants import NAMES, gradients_of, make_config, make_model, make_tokens, 
 EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nPath('ran').touch()\n"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+# each model once with the checks of shapes at run time, and once without
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_of_a_saved_model_are_the_native_ones(
     name: str, dtype: torch.dtype, tmp_path: Path

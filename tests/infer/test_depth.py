@@ -161,6 +161,7 @@ def count_pairs(output: Output, config: ModelConfig, num_prompt: int) -> tuple[i
     return num_hidden, num_seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "selector"), CASES)
 def test_flops_are_what_torch_counts(name: str, selector: str | None) -> None:
     """A prompt in one chunk and three tokens more, of every variant."""

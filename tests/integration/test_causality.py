@@ -44,6 +44,7 @@ def find_difference(model: Transformer, cut: int, selector: str | None, shorter:
     return max((a - b).abs().max().item() for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "selector"), causal_cases())
 def test_a_prefix_does_not_depend_on_the_future(name: str, selector: str | None) -> None:
     model = make_model(name)

@@ -15,6 +15,8 @@ from variants import causal_cases, make_config, make_model, make_tokens, pad_row
 
 CASES = causal_cases()
 ROOM = 48
+# each case once with the checks of shapes at run time, and once without
+SIDES = ["left", pytest.param("right", marks=pytest.mark.slow)]
 
 
 def decode(
@@ -59,13 +61,14 @@ def split_evenly(lengths: list[int], size: int) -> list[list[int]]:
     return [[max(0, min(size, n - call * size)) for n in lengths] for call in range(calls)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "selector"), CASES)
 def test_token_by_token(name: str, selector: str | None) -> None:
     model = make_model(name)
     check(model, [7, 7], [[1, 1]] * 7, "right", selector)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(("name", "selector"), CASES)
 def test_ragged_prompts_then_tokens(name: str, selector: str | None, side: str) -> None:
     """Prompts of lengths 6, 1, 9 in one padded call, then two tokens each, one at a time."""

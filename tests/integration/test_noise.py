@@ -56,6 +56,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way), "plain"))
 @pytest.mark.parametrize("seed", [0, 7, -(2**63), 2**63 - 1])
 def test_tokens_are_those_of_the_noise(model: Transformer, seed: int, way: dict[str, Any]) -> None:

@@ -30,12 +30,15 @@ FIXED_CASES = [
     if routes_deterministically(name) or selector == "all"
 ]
 
+# each case once with the checks of shapes at run time, and once without
+SIDES = ["left", pytest.param("right", marks=pytest.mark.slow)]
+
 
 def make_rows(model: Transformer) -> list[torch.Tensor]:
     return [make_tokens(model.config, n, seed=n) for n in LENGTHS]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(("name", "selector"), FIXED_CASES)
 def test_a_padded_row_gives_what_it_gives_alone(name: str, selector: str | None, side: str) -> None:
     model = make_model(name)
@@ -52,7 +55,7 @@ def test_a_padded_row_gives_what_it_gives_alone(name: str, selector: str | None,
                 assert torch.equal(ours.target[b, here], theirs.target[0])
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(("name", "selector"), CASES)
 def test_padding_is_never_routed(name: str, selector: str | None, side: str) -> None:
     model = make_model(name)

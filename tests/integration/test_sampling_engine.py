@@ -26,6 +26,13 @@ pytestmark = pytest.mark.slow
 
 CASES = causal_cases()
 ROUTED = [case for case in CASES if case[1] in ("predictor", "router")]
+# Invariant, each token is alone and may find blocks that nobody enters. Every case has each of both
+# options on and off, and half of the cases have them together.
+VARIED = [
+    (*case, invariant, invariant == (number % 2 == 0))
+    for number, case in enumerate(CASES)
+    for invariant in (False, True)
+]
 
 
 @cache
@@ -215,15 +222,14 @@ def make_wishes(draw: Callable[[Any], Any], most: int) -> list[Wish]:
     return draw(st.lists(wish, min_size=1, max_size=most))
 
 
-@pytest.mark.parametrize("record", [False, True])
-@pytest.mark.parametrize(("name", "selector"), CASES)
-def test_every_variant_equals_the_full_pass(name: str, selector: str | None, record: bool) -> None:
+@pytest.mark.parametrize(("name", "selector", "invariant", "record"), VARIED)
+def test_every_variant_equals_the_full_pass(
+    name: str, selector: str | None, invariant: bool, record: bool
+) -> None:
     wishes = [Wish(7, 5, seed=1), Wish(1, 6, seed=2), Wish(12, 4, seed=3, joins=2, greedy=False)]
     options: dict[str, Any] = {"max_batch": 3, "page_size": 4, "chunk_tokens": 5}
-    options["record"] = record
-    check_exactness((name, selector), wishes, None, invariant=False, **options)
-    # alone, each token may find blocks that nobody enters
-    check_exactness((name, selector), wishes, None, invariant=True, **options)
+    options |= {"invariant": invariant, "record": record}
+    check_exactness((name, selector), wishes, None, **options)
 
 
 @settings(max_examples=20)

@@ -78,7 +78,7 @@ def assert_sound(run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("num_kills", "options"),
-    [(24, ()), (6, ("routing.strategy=stochastic", "train.optimizer=muon"))],
+    [(12, ()), (5, ("routing.strategy=stochastic", "train.optimizer=muon"))],
     ids=["expert_choice", "stochastic"],
 )
 def test_kills_change_nothing(

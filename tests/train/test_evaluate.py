@@ -55,6 +55,7 @@ def loss_by_hand(model: Transformer, batch: TokenBatch, selector: str | None) ->
     return language_model_loss(logits, targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "selector"), dict.fromkeys([*((name, None) for name in NAMES), *causal_cases()])
 )

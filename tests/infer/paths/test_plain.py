@@ -91,7 +91,8 @@ def list_paths(output: Output) -> list[tuple[bool, ...]]:
     return [tuple(path) for path in zip(*columns, strict=True)]
 
 
-@pytest.mark.parametrize("record", [False, True])
+# each case once with the checks of shapes at run time, and once without
+@pytest.mark.parametrize("record", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("name", "selector"), CASES)
 def test_chunks_of_several_rows_equal_the_full_pass(
     name: str, selector: str | None, record: bool

@@ -251,7 +251,8 @@ def test_nobody_and_everybody() -> None:
 @pytest.mark.parametrize("name", ["mod", "early_exit"])
 def test_a_share_of_more_than_sixteen_rows(name: str) -> None:
     """Which products of many rows compute, also in a step without prompts."""
-    model = make(name, **{"routing.capacity": 0.9})
+    # of early exit the second block asks only who was kept by the first
+    model = make(name, num_layers=2, **{"routing.capacity": 0.9})
     assert round(0.9 * MORE) > blocks_module.FEW_PLACES
     assert check(model, "predictor", MORE) > 1
 
