@@ -1,7 +1,7 @@
 """What MkDocs needs to build the site from the repository as it is.
 
-Pages keep the places that they have in the repository (`docs/training.md`, `results/isoflop.md`), so
-a relative link works here, in an editor and on a code host alike. The README is the home page, and the
+Pages keep their places in the repository (`docs/training.md`, `results/isoflop.md`), so a relative
+link works on the site, in an editor and on a code host alike. The README is the home page, and the
 tutorial notebook a page. Reports every name in `depthmix.__all__` that `api.md` leaves out or that
 has no docstring; in strict mode that fails the build.
 """
