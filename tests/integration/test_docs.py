@@ -1,4 +1,4 @@
-"""What the documentation promises about the package: its model files load, its API page is complete."""
+"""The documentation: its example model file loads, and its API page is complete."""
 
 import re
 from pathlib import Path
