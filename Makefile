@@ -21,7 +21,7 @@ CORE_TESTS := tests/nn tests/kernels tests/config tests/train/test_step.py \
 	tests/infer/paths/test_plain.py tests/test_budget.py tests/test_flops.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo reproduce-smoke test check format test-hf test-gpu coverage clean
+.PHONY: help demo reproduce-smoke test check format test-hf test-gpu coverage docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,16 @@ coverage: $(STAMP) ## run the tests, then write the whole package's coverage to 
 	$(PYTEST) $(REST) --cov --cov-append --cov-report=
 	$(BIN)/coverage report
 	$(BIN)/coverage html
+
+# Its tools are installed when they are first needed: nothing else uses them.
+DOCS_STAMP := $(VENV)/.installed-docs
+docs: $(DOCS_STAMP) ## build the documentation site into build/site; a broken link or an undocumented export fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "the site is in build/site: open build/site/index.html, or serve it with '$(BIN)/python -m mkdocs serve'"
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
 
 clean: ## remove caches and build outputs (keeps .venv and runs/)
 	rm -rf build dist htmlcov .coverage .coverage.* .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,6 +1,6 @@
-"""Draws docs/depth.png: which tokens of a validation text each routed block of a run executes.
+"""Draws which tokens of a validation text each routed block of a run executes.
 
-python docs/draw_depth.py RUN/mod --start 150
+python docs/draw_depth.py RUN --start 150    # writes RUN/depth.png; docs/depth.png was drawn so
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main() -> None:
     """Draw one run's decisions, with top-k above and the causal head below."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("depth.png"))
+    parser.add_argument("--out", type=Path, help="the image to write (default: RUN/depth.png)")
     parser.add_argument("--start", type=int, default=150, help="first token to show")
     parser.add_argument("--count", type=int, default=56, help="number of tokens to show")
     args = parser.parse_args()
@@ -59,11 +59,11 @@ def main() -> None:
     panels = figure.subplots(2, 1, sharex=True)
     titles = {"topk": "top-k, which sees the whole text", selector: f"{selector}, token by token"}
     for axes, (name, kept_RT), color in zip(panels, kept.items(), COLORS, strict=False):
-        told = f"{kept_RT.mean():.1%} of {kept_RT.size:,} decisions are to go through"
+        title = f"{kept_RT.mean():.1%} of {kept_RT.size:,} decisions keep the token"
         if name != "topk":
             precision = kept["topk"][kept_RT].mean()
-            told += f", {precision:.0%} of these are top-k's too"
-        axes.set_title(f"{titles[name]}: {told}", loc="left", color=INK, fontsize=10)
+            title += f", {precision:.0%} of which agree with top-k"
+        axes.set_title(f"{titles[name]}: {title}", loc="left", color=INK, fontsize=10)
         rows, columns = np.nonzero(kept_RT[:, shown])
         axes.scatter(columns, rows, marker="s", s=70, color=color)
         axes.set_yticks(range(len(kept_RT)), [f"block {i}" for i in config.routed_layers])
@@ -75,8 +75,9 @@ def main() -> None:
         axes.grid(color=PALE, linewidth=0.6)
         for spine in axes.spines.values():
             spine.set_visible(False)
-    figure.savefig(args.out)
-    print(args.out, {name: f"{kept_RT.mean():.4f}" for name, kept_RT in kept.items()})
+    out = args.out or args.run / "depth.png"
+    figure.savefig(out)
+    print(out, {name: f"{kept_RT.mean():.4f}" for name, kept_RT in kept.items()})
 
 
 if __name__ == "__main__":

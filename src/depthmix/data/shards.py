@@ -237,6 +237,7 @@ def _open_part(path: Path) -> BinaryIO:
     path.touch()
     return open(path, "r+b", buffering=1 << 20)
 
+
 # hashing this much takes a second or two
 FULL_CHECK_BYTES = 2**30
 

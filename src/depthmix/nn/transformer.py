@@ -96,7 +96,7 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight
         # all branches together begin with what they add as large as what they add to: the
         # embeddings. Ten times as large, they drown the tokens in noise, and AdamW takes hundreds
-        # of steps to get out (docs/log.md)
+        # of steps to get out (results/log.md)
         out_scale = EMBEDDING_STD * (2 * self.config.num_layers) ** -0.5
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):

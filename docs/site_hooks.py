@@ -1,0 +1,80 @@
+"""What MkDocs needs to build the site from the repository as it is.
+
+Pages keep their places in the repository (`docs/training.md`, `results/isoflop.md`), so a relative
+link works on the site, in an editor and on a code host alike. The README is the home page, and the
+tutorial notebook a page. Reports every name in `depthmix.__all__` that `api.md` leaves out or that
+has no docstring; in strict mode that fails the build.
+"""
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+# a warning under this name counts in strict mode
+LOG = logging.getLogger("mkdocs.hooks.depthmix")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Put every page where the repository has it, and add those outside docs/."""
+    found = Files([file for file in files if not file.src_uri.endswith((".md", ".png", ".ipynb"))])
+    # what the repository does not hold, the theme's own files, stays as it is
+    for path in sorted(
+        [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.png"), *ROOT.glob("results/*")]
+    ):
+        found.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=path))
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "CITATION.cff"):
+        found.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    found.append(File.generated(config, "index.md", abs_src_path=str(ROOT / "README.md")))
+    notebook = json.loads((ROOT / "docs" / "tutorial.ipynb").read_text(encoding="utf-8"))
+    found.append(File.generated(config, "docs/tutorial.md", content=render_notebook(notebook)))
+    return found
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Check the API page, and link to the pages that were made of other files."""
+    if page.file.src_uri == "docs/api.md":
+        for problem in find_undocumented(markdown):
+            LOG.warning(problem)
+    return re.sub(
+        r"\]\(([^):]*)(tutorial\.ipynb|README\.md)(#[^)]*)?\)",
+        lambda link: _link(link, page.file.src_uri),
+        markdown,
+    )
+
+
+def render_notebook(notebook: dict) -> str:
+    """A notebook as Markdown, without its outputs."""
+    parts = []
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        parts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text)
+    return "\n\n".join(parts) + "\n"
+
+
+def find_undocumented(page: str) -> list[str]:
+    """What is wrong with the names that the package exports: no entry on the page, no docstring."""
+    package = griffe.load("depthmix", search_paths=[ROOT / "src"])
+    problems = []
+    for name in package.exports or []:
+        if not re.search(rf"^::: depthmix\.(\w+\.)*{name}$", page, re.MULTILINE):
+            problems.append(f"depthmix.{name} is exported, but docs/api.md has no entry for it")
+        member = package[name]
+        target = member.final_target if member.is_alias else member
+        if not target.has_docstring:
+            problems.append(f"depthmix.{name} is exported, but has no docstring")
+    return problems
+
+
+def _link(link: re.Match[str], source: str) -> str:
+    folder, name, anchor = link[1], link[2], link[3] or ""
+    if name == "tutorial.ipynb":
+        name = "tutorial.md"
+    elif folder == ("../" if "/" in source else ""):
+        name = "index.md"
+    return f"]({folder}{name}{anchor})"
