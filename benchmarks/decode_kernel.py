@@ -125,7 +125,7 @@ def time_paged(num_tokens: int) -> None:
         paged_triton.attend_pages(*new, row, row, *pages, table, lengths.clone())
 
     for tokens, stages in product((16, 32), (1, 2, 3, 4)):
-        paged_triton.BLOCK_TOKENS_ALONE, paged_triton.NUM_STAGES_ALONE = tokens, stages
+        paged_triton.ALONE_PARTS = paged_triton.ALONE_WHOLE = tokens, stages
         us = 1e3 * triton.testing.do_bench_cudagraph(attend)
         speed = 4 * num_rows * num_heads * num_tokens * width / us / 1e6
         settings = f"{num_tokens} tokens, blocks of {tokens}, {stages} stages"

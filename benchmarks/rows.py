@@ -309,7 +309,7 @@ def time_attention() -> None:
     """Steps of dense blocks under several cuts of attention."""
     print("\n| rows | tokens, stages, programs | dense block, us |")
     print("| --- | --- | --- |")
-    names = ("BLOCK_TOKENS_ALONE", "NUM_STAGES_ALONE", "PROGRAMS")
+    names = ("ALONE_PARTS", "ALONE_WHOLE", "PROGRAMS")
     before = [getattr(paged_triton, name) for name in names]
     for num_rows in BATCHES:
         few, more = (Stack("D" * number, num_rows, 0) for number in (1, 1 + MORE_BLOCKS))

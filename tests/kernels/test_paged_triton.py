@@ -46,7 +46,8 @@ def test_equals_the_truth(
     inputs = make_inputs(heads, groups, width, [0, 3, 40, 7], asking, giving)
     monkeypatch.setattr(kernels, "PROGRAMS", parts * len(asking) * groups)
     monkeypatch.setattr(kernels, "BLOCK_TOKENS", max(block, 16))
-    monkeypatch.setattr(kernels, "BLOCK_TOKENS_ALONE", block)
+    monkeypatch.setattr(kernels, "ALONE_PARTS", (block, 2))
+    monkeypatch.setattr(kernels, "ALONE_WHOLE", (2 * block, 3))
     truth_inputs = [t.clone() for t in inputs]
     truth = attend_pages(*truth_inputs)
     inputs = [t.to(DEVICE) for t in inputs]

@@ -16,9 +16,10 @@ from depthmix.kernels.compiling import INTERPRETED, jit
 # programs that keep an H200 busy reading: about eight on each of its multiprocessors
 PROGRAMS = 8 if INTERPRETED else 1024
 MOST_PARTS = 32
-BLOCK_TOKENS, BLOCK_TOKENS_ALONE = 64, 16
-# blocks of keys and values that are here or under way
-NUM_STAGES_ALONE = 2
+BLOCK_TOKENS = 64
+# Of one query for each key head: tokens of a block, and blocks that are here or under way. Where
+# rows are not cut into parts, programs read for long, and more under way gains 3 % of a step.
+ALONE_PARTS, ALONE_WHOLE = (16, 2), (32, 3)
 # heads of all places that can count their parts without another tensor
 LEAST_ARRIVALS = 16384
 
@@ -437,8 +438,8 @@ def attend_rows(
     )
     grid = (num_busy, num_groups, num_parts)
     if heads_each == 1:
-        sizes = (BLOCK_TOKENS_ALONE, block_width, NUM_STAGES_ALONE)
-        _attend_alone[grid](*arguments, *sizes, num_warps=4)
+        block_tokens, num_stages = ALONE_WHOLE if num_parts == 1 else ALONE_PARTS
+        _attend_alone[grid](*arguments, block_tokens, block_width, num_stages, num_warps=4)
     else:
         # a matrix product takes no fewer than 16 rows
         block_heads = max(16, triton.next_power_of_2(heads_each))

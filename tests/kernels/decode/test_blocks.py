@@ -186,12 +186,15 @@ def run(model: Transformer, selector: str | None, path: str) -> Bench:
 
 
 def force(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = 64 if path == "few" else 0
+    """Few rows or many; in steps without prompts also whose queries routed blocks compute."""
+    limit = 64 if path in ("few", "gather") else 0
     monkeypatch.setattr(blocks_module, "FEW_TOKENS", limit)
     monkeypatch.setattr(blocks_module, "FEW_PLACES", limit)
+    if path in ("gather", "all"):
+        monkeypatch.setattr(blocks_module, "LIGHT_BYTES", 0)
 
 
-@pytest.mark.parametrize("path", ["few", "many"])
+@pytest.mark.parametrize("path", ["few", "gather", "all", "many"])
 @pytest.mark.parametrize(
     ("name", "selector", "overrides"),
     [

@@ -156,7 +156,8 @@ def check(
         poison(blocks)
         if previous is not None:
             blocks.slots[(route - 1) % 2].copy_(previous.slot[0])
-        blocks._run_routed(layer, x, tokens, taken, firsts, num_rows, 0)
+        everyone = blocks.place_all(tokens, num_rows)
+        blocks._run_routed(layer, x, tokens, everyone, taken, firsts, 0, is_prepared=False)
         slot = blocks.slots[route % 2]
         kept = slot >= 0
         assert torch.equal(slot, routing.slot[0].int())
@@ -190,7 +191,13 @@ def check(
         ("early_exit", "predictor"),
     ],
 )
-def test_rows_that_are_kept(name: str, selector: str) -> None:
+@pytest.mark.parametrize("weights", ["light", "heavy"])
+def test_rows_that_are_kept(
+    name: str, selector: str, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Light weights multiply all rows while it is decided, heavy ones those that are kept."""
+    if weights == "heavy":
+        monkeypatch.setattr(blocks_module, "LIGHT_BYTES", 0)
     assert check(make(name), selector) > 1
 
 
@@ -240,7 +247,11 @@ def set_bias(model: Transformer, bias: float) -> None:
             layer.decider.predictor.w_out.bias.fill_(bias)
 
 
-def test_nobody_and_everybody() -> None:
+@pytest.mark.parametrize("weights", ["light", "heavy"])
+def test_nobody_and_everybody(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if weights == "heavy":
+        # of so many rows all are multiplied first
+        monkeypatch.setattr(blocks_module, "LIGHT_BYTES", 0)
     model = make("mod")
     for bias, expected in ((-50.0, 0), (50.0, (MORE - 1) * 2)):
         set_bias(model, bias)
@@ -286,7 +297,9 @@ def test_numbers_of_16_bits_round_only() -> None:
         x = bench.x.half().to(dtype)
         taken = torch.zeros((2, FEW), device=DEVICE, dtype=torch.uint8)
         firsts = torch.zeros((2, FEW + 1), device=DEVICE, dtype=torch.int32)
-        blocks._run_routed(layer, x, bench.make_tokens(), taken, firsts, FEW, 0)
+        tokens = bench.make_tokens()
+        everyone = blocks.place_all(tokens, FEW)
+        blocks._run_routed(layer, x, tokens, everyone, taken, firsts, 0, is_prepared=False)
         assert x.dtype == dtype
         assert int(taken[0].sum()) == FEW - 1
         results.append(x.float())

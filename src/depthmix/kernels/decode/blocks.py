@@ -23,6 +23,9 @@ from depthmix.kernels.decode.routed import BLOCK_ROWS, FewRows, Places
 # Tokens of a step, or places that a routed block will have in it, up to which products of few rows
 # are faster: these take 16 at a time, and a block may have more than its share.
 FEW_TOKENS, FEW_PLACES = 16, 13
+# Tokens of a step and bytes of weights up to which a routed block projects all tokens while it is
+# decided which are kept: larger weights would keep the decision waiting for memory
+MOST_BESIDE, LIGHT_BYTES = 64, 8 << 20
 # how many times as many rows as the capacity asks for may come before attention slows down
 SLACK = 2
 
@@ -89,6 +92,9 @@ class Blocks:
         self.x, self.update, self.more = (make(most_tokens, width) for _ in range(3))
         self.normed = make(max(most_tokens, most_sampled), width)
         self.qkv = make(most_tokens, num_projected)
+        # of all tokens of a step without prompts, kept or not
+        self.projected = make(min(most_tokens, most_sampled), num_projected)
+        self.qkv_bytes = num_projected * width * weights.w_qkv.element_size()
         self.mixed = make(most_tokens, weights.w_attn_out.shape[2])
         self.wide = make(most_tokens, num_in)
         self.hidden = make(most_tokens, mlp_width)
@@ -119,23 +125,16 @@ class Blocks:
         """
         weights, rules, pools = self.weights, self.rules, self.pools
         x = self.begin(tokens)
-        everyone = Places(
-            index=self.order,
-            count=tokens.num_tokens,
-            gate=self.ones,
-            slot=self.order,
-            first=tokens.begin,
-            taken=taken[:0],
-            alone=tokens.chunk_row[:num_alone],
-        )
+        everyone = self.place_all(tokens, num_alone)
         num_routes = len(rules.routed_layers)
         firsts = torch.empty(
             (num_routes, tokens.begin.shape[0]), device=x.device, dtype=torch.int32
         )
+        # whether the norm that the next block begins with stands ready, for all tokens
         is_prepared = False
         for layer in range(weights.w_qkv.shape[0]):
             if layer in self.capacity:
-                self._run_routed(layer, x, tokens, taken, firsts, num_alone, num_chunks)
+                self._run_routed(layer, x, tokens, everyone, taken, firsts, num_chunks, is_prepared)
                 is_prepared = False
             else:
                 is_prepared = self._run_dense(layer, x, tokens, everyone, num_chunks, is_prepared)
@@ -161,6 +160,18 @@ class Blocks:
         )
         return x
 
+    def place_all(self, tokens: Tokens, num_alone: int) -> Places:
+        """The places of a dense block: each token has its own."""
+        return Places(
+            index=self.order,
+            count=tokens.num_tokens,
+            gate=self.ones,
+            slot=self.order,
+            first=tokens.begin,
+            taken=self.order,
+            alone=tokens.chunk_row[:num_alone],
+        )
+
     def _run_dense(
         self,
         layer: int,
@@ -176,13 +187,11 @@ class Blocks:
         mixed = self.mixed[:num_tokens]
         count = tokens.num_tokens
         if not is_prepared:
-            places.normalize_places(x, None, count, weights.norm_attention[layer], eps, normed)
+            self._normalize_all(layer, x, everyone)
+        next_norm = self._find_norm(layer + 1, tokens, num_chunks)
         if num_tokens <= FEW_TOKENS:
-            source, prepared = (self.few.shaped, "update") if is_prepared else (normed, None)
-            w_qkv = weights.w_qkv[layer]
-            self.few.multiply("plain", source, w_qkv, qkv, everyone, prepared=prepared)
+            self._project_few(layer, x, qkv, everyone, is_prepared)
             self._attend(layer, qkv, mixed, tokens, everyone, num_chunks, None)
-            next_norm = self._find_norm(layer + 1, tokens)
             self.few.finish_block(x, layer, mixed, everyone, next_norm)
             return next_norm is not None
         torch.mm(normed, weights.w_qkv[layer].T, out=qkv)
@@ -195,28 +204,69 @@ class Blocks:
         torch.mm(normed, weights.w_in[layer].T, out=wide)
         places.activate_places(wide, count, hidden, self.kind_in)
         torch.mm(hidden, weights.w_mlp_out[layer].T, out=more)
-        places.add_update(x, None, count, None, None, more)
-        return False
+        if next_norm is None:
+            places.add_update(x, None, count, None, None, more)
+        else:
+            places.add_and_normalize(x, None, count, more, next_norm, eps, normed, keep=True)
+        return next_norm is not None
 
-    def _find_norm(self, layer: int, tokens: Tokens) -> Tensor | None:
-        """The norm that all tokens meet next, where one follows: of a dense block or the head."""
-        if layer in self.capacity:
+    def _normalize_all(self, layer: int, x: Tensor, everyone: Places) -> None:
+        norm, eps = self.weights.norm_attention[layer], self.rules.norm_eps
+        places.normalize_places(x, None, everyone.count, norm, eps, self.normed[: x.shape[0]])
+
+    def _project_few(
+        self,
+        layer: int,
+        x: Tensor,
+        qkv: Tensor,
+        everyone: Places,
+        is_prepared: bool,
+        *,
+        beside: bool = False,
+    ) -> None:
+        """Queries, keys and values of all tokens, whose norms stand ready."""
+        source, prepared = self.normed[: x.shape[0]], None
+        if is_prepared and x.shape[0] <= FEW_TOKENS:
+            source, prepared = self.few.shaped, "update"
+        w_qkv = self.weights.w_qkv[layer]
+        self.few.multiply("plain", source, w_qkv, qkv, everyone, prepared=prepared, beside=beside)
+
+    def _find_norm(self, layer: int, tokens: Tokens, num_chunks: int) -> Tensor | None:
+        """The norm that all tokens meet next, where one follows: of a block or the head."""
+        if layer == self.weights.w_qkv.shape[0]:
+            return self.weights.norm if tokens.sampled.shape[0] <= FEW_TOKENS else None
+        if layer in self.capacity and self._choose_way(tokens, num_chunks) in ("kept", "gather"):
             return None
-        if layer < self.weights.w_qkv.shape[0]:
-            return self.weights.norm_attention[layer]
-        return self.weights.norm if tokens.sampled.shape[0] <= FEW_TOKENS else None
+        return self.weights.norm_attention[layer]
+
+    def _choose_way(self, tokens: Tokens, num_chunks: int) -> str:
+        """How a routed block finds its queries, keys and values.
+
+        With prompts, of those who are kept (`kept`). In a step without them every token is a chunk
+        of its own. All of them take about as long as the kept ones, as long as the weights are
+        read: light weights are read while it is decided who is kept (`beside`), heavier ones first
+        (`all`). But of few tokens (`gather`) most often nobody is kept, and nothing need be read.
+        """
+        num_tokens = tokens.given.shape[0]
+        if num_chunks or num_tokens > min(self.projected.shape[0], self.few.num_rows):
+            return "kept"
+        if num_tokens <= MOST_BESIDE and self.qkv_bytes <= LIGHT_BYTES:
+            return "beside"
+        return "gather" if num_tokens <= FEW_TOKENS else "all"
 
     def _run_routed(
         self,
         layer: int,
         x: Tensor,
         tokens: Tokens,
+        everyone: Places,
         taken: Tensor,
         firsts: Tensor,
-        num_alone: int,
         num_chunks: int,
+        is_prepared: bool,
     ) -> None:
         weights, eps, num_tokens = self.weights, self.rules.norm_eps, x.shape[0]
+        num_alone = everyone.alone.shape[0]
         route = self.rules.routed_layers.index(layer)
         expected = max(1, round(self.capacity[layer] * num_tokens))
         kept = Places(
@@ -235,24 +285,38 @@ class Blocks:
         normed, qkv = self.normed[:num_tokens], self.qkv[:num_tokens]
         mixed = self.mixed[:num_tokens]
         few = expected <= FEW_PLACES and num_tokens <= self.few.num_rows
-        # in a step without prompts every token is a chunk of its own
-        gathers = few and num_chunks == 0
-        if gathers:
-            self.few.decide(x, layer, tokens.position, tokens.row, previous, kept, normed)
+        # those who are alone, of whom a block keeps its share
+        busy = max(1, round(SLACK * self.capacity[layer] * num_alone))
+        decides = (x, layer, tokens.position, tokens.row, previous, kept)
+        way, w_qkv = self._choose_way(tokens, num_chunks), weights.w_qkv[layer]
+        projected, of_all = self.projected[:num_tokens], way in ("beside", "all")
+        if of_all and not is_prepared:
+            self._normalize_all(layer, x, everyone)
+        if way == "beside":
+            self.few.decide(*decides)
+            self._project_few(layer, x, projected, everyone, is_prepared, beside=True)
+        elif way == "gather":
+            self.few.decide(*decides, shaped=normed)
+            self.few.multiply("plain", normed, w_qkv, qkv, kept, prepared="decide", gathers=True)
+        elif way == "all":
+            torch.mm(normed, w_qkv.T, out=projected)
+            if few:
+                self.few.decide(*decides, shaped=normed)
+            else:
+                self._decide(layer, route, x, tokens, previous, kept)
         else:
             self._decide(layer, route, x, tokens, previous, kept)
             norm = weights.norm_attention[layer]
             places.normalize_places(x, kept.index, kept.count, norm, eps, normed)
-        # those who are alone, of whom a block keeps its share
-        busy = max(1, round(SLACK * self.capacity[layer] * num_alone))
+            if few:
+                self.few.multiply("plain", normed, w_qkv, qkv, kept)
+            else:
+                self._multiply(normed, w_qkv, qkv, kept, expected)
+        given = projected if of_all else None
+        self._attend(layer, qkv, mixed, tokens, kept, num_chunks, busy, given)
         if few:
-            w_qkv, prepared = weights.w_qkv[layer], "decide" if gathers else None
-            self.few.multiply("plain", normed, w_qkv, qkv, kept, prepared=prepared, gathers=gathers)
-            self._attend(layer, qkv, mixed, tokens, kept, num_chunks, busy)
             self.few.finish_block(x, layer, mixed, kept)
             return
-        self._multiply(normed, weights.w_qkv[layer], qkv, kept, expected)
-        self._attend(layer, qkv, mixed, tokens, kept, num_chunks, busy)
         update, more = self.update[:num_tokens], self.more[:num_tokens]
         self._multiply(mixed, weights.w_attn_out[layer], update, kept, expected)
         norm = weights.norm_mlp[layer]
@@ -322,7 +386,9 @@ class Blocks:
         kept: Places,
         num_chunks: int,
         busy: int | None,
+        given: Tensor | None = None,
     ) -> None:
+        """Attention of the places in `qkv`, or of their tokens in `given`."""
         weights, rules, pools = self.weights, self.rules, self.pools
         norms = (weights.norm_query, weights.norm_key)
         norm_query, norm_key = (None if norm is None else norm[layer] for norm in norms)
@@ -345,6 +411,7 @@ class Blocks:
             table,
             lengths,
             num_heads=rules.num_heads,
+            given=given,
         )
         num_alone = kept.alone.shape[0]
         if num_alone:

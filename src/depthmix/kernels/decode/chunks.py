@@ -50,6 +50,7 @@ class ChunkTuning(NamedTuple):
 @jit(do_not_specialize=["count", "row", "position", "chunk", "first", "lengths"])
 def _rotate_and_store(
     qkv,
+    given,
     index,
     count,
     row,
@@ -73,6 +74,7 @@ def _rotate_and_store(
     num_groups: tl.constexpr,
     head_width: tl.constexpr,
     page_size: tl.constexpr,
+    by_token: tl.constexpr,
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
 ):
@@ -93,8 +95,9 @@ def _rotate_and_store(
     inside = (head < num_turned + num_groups)[:, None] & here[None, :]
     at = head[:, None] * head_width + lane[None, :]
     qkv += place * qkv_place
-    low = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(qkv + at + half, mask=inside, other=0.0).to(tl.float32)
+    given += tl.where(by_token, token.to(tl.int64), place) * qkv_place
+    low = tl.load(given + at, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(given + at + half, mask=inside, other=0.0).to(tl.float32)
     turn = phase_table + tl.load(position + token) * (2 * half) + lane
     cos = tl.load(turn, mask=here, other=0.0)[None, :]
     sin = tl.load(turn + half, mask=here, other=0.0)[None, :]
@@ -344,10 +347,12 @@ def rotate_and_store(
     lengths: Int[Tensor, " rows"],
     *,
     num_heads: int,
+    given: Float[Tensor, "T width"] | None = None,
 ) -> None:
     """Turn the queries of the first `count` places in `qkv`; store their keys and values in pages.
 
-    A place's heads are those of queries, of keys and of values. `index` is the token of a place,
+    A place's heads are those of queries, of keys and of values; with `given`, they are read from
+    there, where they stand by token. `index` is the token of a place,
     `row` its row of the cache (-1: nothing is done), `chunk` its chunk, and `first` the place of a
     chunk's first token: a key goes to as many slots behind the `lengths` of its row as its place
     is behind that. Before that the bias is added to all, and the norms are applied to queries and
@@ -366,8 +371,10 @@ def rotate_and_store(
         return
     block_half = triton.next_power_of_2(head_width // 2)
     block_heads = min(max(1, BLOCK_ROTATED // block_half), triton.next_power_of_2(num_all))
+    assert given is None or (given.stride() == qkv.stride() and given.dtype == qkv.dtype)
     _rotate_and_store[(num_places, triton.cdiv(num_all, block_heads))](
         qkv,
+        qkv if given is None else given,
         index,
         count,
         row,
@@ -391,6 +398,7 @@ def rotate_and_store(
         num_groups,
         head_width,
         page_size,
+        given is not None,
         block_heads,
         block_half,
         num_warps=4,

@@ -17,13 +17,14 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from depthmix.kernels.compiling import jit
 from depthmix.kernels.decode.plan import Rules, Weights, find_room, pick_size
 from depthmix.kernels.decode.stages import ROUTER_EPS, apply_gate, gelu
 
-# rows of a matrix product: the fewest that it takes
-BLOCK_ROWS = tl.constexpr(16)
+# rows of a matrix product: the fewest that it takes, and those of a larger step
+BLOCK_ROWS, MANY_ROWS = tl.constexpr(16), 64
 # parts of the predictor's units that are added up at a time, and the most units of a product
 SUMMED, MOST_UNITS = tl.constexpr(8), 64
 # rows that are decided on together
@@ -50,6 +51,7 @@ class RowTuning(NamedTuple):
 TUNINGS = {
     "decide": RowTuning(num_stages=1),
     "plain": RowTuning(most_rows=32),
+    "project": RowTuning(most_rows=32, block=256, num_stages=3),
     "swiglu": RowTuning(),
     "gelu": RowTuning(num_stages=5),
     "store": RowTuning(num_stages=7),
@@ -70,6 +72,12 @@ def _spread_columns(block: tl.constexpr, slices: tl.constexpr):
     each: tl.constexpr = block // slices
     lane = tl.arange(0, slices)[:, None] * each + tl.arange(0, each)[None, :]
     return lane[:, None, :]
+
+
+@jit
+def _load_if(wanted: tl.constexpr, pointer, inside):
+    """What stands inside, where it is wanted."""
+    return tl.load(pointer, mask=inside, other=0.0) if wanted else 0.0
 
 
 @jit
@@ -218,6 +226,7 @@ def _decide(
     normalize: tl.constexpr,
     parts: tl.constexpr,
     passes: tl.constexpr,
+    overlaps: tl.constexpr,
     block_units: tl.constexpr,
     block_parts: tl.constexpr,
     block_rows: tl.constexpr,
@@ -227,9 +236,12 @@ def _decide(
 
     A program has sixteen rows and a part of their columns, so that nobody reads for long. Who comes
     last of those that share rows adds their sums up, and the last of these decides. Without a
-    predictor the router's score decides. Rows are also stored times the norm's weights, but for
-    their rms, which nobody knows yet: who multiplies them divides by it.
+    predictor the router's score decides. Rows may also be `shaped`: stored times the norm's
+    weights, but for their rms, which nobody knows yet: who multiplies them divides by it.
     """
+    if overlaps:
+        # the product that is launched `beside` this one
+        gdc_launch_dependents()
     group = tl.program_id(0)
     part = tl.program_id(1)
     row = group * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -238,7 +250,7 @@ def _decide(
     inside = column < width
     unit = tl.arange(0, block_units)
     # asked for before the sums: threads meet there, and nothing is asked for across that
-    scale = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    scale = _load_if(shaped is not None, norm + column, inside)
     judge = tl.load(router + column, mask=inside, other=0.0).to(tl.float32)
     everyone = tl.arange(0, block_rows)
     there = everyone < num_rows
@@ -273,8 +285,10 @@ def _decide(
     # all threads have stored before the first one says so
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals + 1 + group, 1, sem="acq_rel", scope="gpu")
-    # nobody waits for this one
-    tl.store(shaped + at_x, (vector * scale[None, :]).to(shaped.dtype.element_ty), mask=mask)
+    if shaped is not None:
+        # nobody waits for this one
+        ready = vector * scale.to(tl.float32)[None, :]
+        tl.store(shaped + at_x, ready.to(shaped.dtype.element_ty), mask=mask)
     if arrived == parts - 1:
         tl.debug_barrier()
         tl.store(arrivals + 1 + group, 0)
@@ -322,12 +336,6 @@ def _decide(
             )
 
 
-@jit
-def _load_if(wanted: tl.constexpr, pointer, inside):
-    """What stands inside, where it is wanted."""
-    return tl.load(pointer, mask=inside, other=0.0) if wanted else 0.0
-
-
 @jit(do_not_specialize=["index", "count", "num_first"])
 def _multiply(
     source,
@@ -352,7 +360,9 @@ def _multiply(
     prepares: tl.constexpr,
     parts: tl.constexpr,
     block_parts: tl.constexpr,
+    block_rows: tl.constexpr,
     block_out: tl.constexpr,
+    beside: tl.constexpr,
     block: tl.constexpr,
     slices: tl.constexpr,
 ):
@@ -374,15 +384,15 @@ def _multiply(
     weight += lane_out[None, :, None].to(tl.int64) * width + lane
     partner = weight + num_out * width
     # volatile, or it would be read after the number of rows; beyond that they are any rows
-    number_row = tl.arange(0, BLOCK_ROWS)
+    number_row = tl.arange(0, block_rows)
     row = tl.load(index + number_row, mask=number_row < num_first, other=0, volatile=True)
     num_kept = tl.load(count)
     scales: tl.constexpr = parts > 0
     stores: tl.constexpr = kind == "store" or prepares
-    for first in range(0, num_kept, BLOCK_ROWS):
-        place = first + tl.arange(0, BLOCK_ROWS)
+    for first in range(0, num_kept, block_rows):
+        place = first + tl.arange(0, block_rows)
         real = place < num_kept
-        next_place = place + BLOCK_ROWS
+        next_place = place + block_rows
         next_row = tl.load(index + next_place, mask=next_place < num_kept, other=0)
         inside = real[None, :] & inside_out
         at = place[None, :] * num_out + lane_out[:, None]
@@ -398,8 +408,8 @@ def _multiply(
         squares = _load_if(scales, given_square + origin[None, :] * parts + number, there)
 
         rows = source + origin[None, :, None].to(tl.int64) * width + lane
-        total = tl.zeros((slices, block_out, BLOCK_ROWS), tl.float32)
-        second = tl.zeros((slices, block_out, BLOCK_ROWS), tl.float32)
+        total = tl.zeros((slices, block_out, block_rows), tl.float32)
+        second = tl.zeros((slices, block_out, block_rows), tl.float32)
         for column in range(0, width, block):
             wanted, given_there = loaded, real[None, :, None]
             if width % block != 0:
@@ -440,6 +450,9 @@ def _multiply(
         to = at_x if kind == "update" else at
         tl.store(out + to, total.to(out.dtype.element_ty), mask=inside)
         row = next_row
+    if beside:
+        # the next kernel waits for this one alone, so this one must not end before the last one
+        gdc_wait()
 
 
 class Places(NamedTuple):
@@ -478,10 +491,12 @@ class FewRows:
         self.tunings = {kind: limit_stages(kind, t, room) for kind, t in chosen.items()}
         self.width, self.mlp_width = weights.embedding.shape[1], weights.w_mlp_out.shape[2]
         self.kind_in = "swiglu" if weights.w_in.shape[1] == 2 * self.mlp_width else "gelu"
-        self.num_processors = FEW_PROCESSORS
+        self.num_processors, self.overlaps = FEW_PROCESSORS, False
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             self.num_processors = properties.multi_processor_count
+            # kernels that begin before the last one is done: from Hopper on
+            self.overlaps = properties.major >= 9
         w_in = weights.predictor_in if rules.selector == "predictor" else None
         self.num_units = 0 if w_in is None else w_in.shape[1]
 
@@ -518,12 +533,12 @@ class FewRows:
         row: Int[Tensor, " B"],
         previous: Int[Tensor, " B"] | None,
         places: Places,
-        normed: Float[Tensor, "B D"],
+        shaped: Float[Tensor, "B D"] | None = None,
     ) -> None:
-        """Choose rows, give them `places`, and prepare all of them for the first product.
+        """Choose rows and give them `places`.
 
         `row` is -1 where there is no token; `previous` are the last routed block's slots, where who
-        left does not return. `normed` gets rows times the norm's weights, see `multiply`.
+        left does not return. `shaped` gets rows times the norm's weights, see `multiply`.
         """
         weights, rules, num_rows = self.weights, self.rules, x.shape[0]
         route = rules.routed_layers.index(layer)
@@ -541,7 +556,7 @@ class FewRows:
             w_out,
             bias,
             weights.norm_attention[layer],
-            normed,
+            shaped,
             self.given_square,
             self.part_score,
             self.part_unit,
@@ -564,6 +579,7 @@ class FewRows:
             rules.normalize,
             self.parts,
             self.passes,
+            self.overlaps,
             block_units=self.block_units,
             block_parts=triton.next_power_of_2(self.parts),
             block_rows=pick_size(num_rows, BLOCKS_DECIDED),
@@ -590,13 +606,18 @@ class FewRows:
         norm: Float[Tensor, " D"] | None = None,
         prepared: str | None = None,
         gathers: bool = False,
+        beside: bool = False,
     ) -> None:
         """One of a block's products for the places that are taken, see `_multiply`.
 
         `prepared` names who prepared the source: `decide`, or a kind. An `update` with a `norm`
-        prepares x for a product that follows.
+        prepares x for a product that follows. With `beside` the product begins with `decide`, launched just before,
+        where the device can, and reads each weight once for 64 rows.
         """
-        tuning = self.tunings[kind]
+        block_rows, tuned = BLOCK_ROWS.value, kind
+        if beside and source.shape[0] > block_rows:
+            block_rows, tuned = MANY_ROWS, "project"
+        beside, tuning = beside and self.overlaps, self.tunings[tuned]
         num_out, width = out.shape[1], weight.shape[1]
         assert source.is_contiguous()
         assert out.is_contiguous()
@@ -607,7 +628,7 @@ class FewRows:
         elif prepared is not None:
             parts = self.num_parts[prepared]
         columns = _fit_columns(tuning, width, weight.element_size())
-        num_programs = self.count_programs(kind, num_out)
+        num_programs = self.count_programs(tuned, num_out)
         block_out = triton.next_power_of_2(triton.cdiv(num_out, num_programs))
         _multiply[(num_programs,)](
             source,
@@ -622,7 +643,7 @@ class FewRows:
             self.shaped,
             given_square,
             self.part_square,
-            min(BLOCK_ROWS.value, places.index.shape[0]),
+            min(block_rows, places.index.shape[0]),
             self.rules.norm_eps,
             num_programs,
             width,
@@ -632,8 +653,11 @@ class FewRows:
             prepares=kind == "update" and norm is not None,
             parts=parts,
             block_parts=triton.next_power_of_2(max(1, parts)),
+            block_rows=block_rows,
             # a matrix product takes no fewer
             block_out=max(16, block_out),
+            beside=beside,
+            launch_pdl=beside,
             **columns,
         )
 
@@ -662,7 +686,8 @@ def limit_stages(kind: str, tuning: RowTuning, room: int) -> RowTuning:
 
     Those of an H200 hold 227 KiB, those of a desktop card 99.
     """
-    num_rows = max(16, tuning.most_rows) * (2 if kind == "swiglu" else 1) + BLOCK_ROWS.value
+    num_rows = max(16, tuning.most_rows) * (2 if kind == "swiglu" else 1)
+    num_rows += MANY_ROWS if kind == "project" else BLOCK_ROWS.value
     # 16 bits each; where numbers have more, a block has fewer columns. The router has 32.
     num_bytes = 2 * tuning.block * (num_rows + (2 if kind == "decide" else 0))
     return tuning._replace(num_stages=min(tuning.num_stages, 1 + room // num_bytes))
