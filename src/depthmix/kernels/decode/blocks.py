@@ -234,7 +234,9 @@ class Blocks:
     def _find_norm(self, layer: int, tokens: Tokens, num_chunks: int) -> Tensor | None:
         """The norm that all tokens meet next, where one follows: of a block or the head."""
         if layer == self.weights.w_qkv.shape[0]:
-            return self.weights.norm if tokens.sampled.shape[0] <= FEW_TOKENS else None
+            # products of few rows prepare it for another one; elsewhere few tokens are asked for
+            most = max(tokens.given.shape[0], tokens.sampled.shape[0])
+            return self.weights.norm if most <= FEW_TOKENS else None
         if layer in self.capacity and self._choose_way(tokens, num_chunks) in ("kept", "gather"):
             return None
         return self.weights.norm_attention[layer]

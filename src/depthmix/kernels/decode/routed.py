@@ -611,8 +611,8 @@ class FewRows:
         """One of a block's products for the places that are taken, see `_multiply`.
 
         `prepared` names who prepared the source: `decide`, or a kind. An `update` with a `norm`
-        prepares x for a product that follows. With `beside` the product begins with `decide`, launched just before,
-        where the device can, and reads each weight once for 64 rows.
+        prepares x for a product that follows. With `beside` the product begins with `decide`, which
+        was launched just before, where the device can, and reads each weight once for 64 rows.
         """
         block_rows, tuned = BLOCK_ROWS.value, kind
         if beside and source.shape[0] > block_rows:
