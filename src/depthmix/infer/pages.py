@@ -231,31 +231,54 @@ class Pages:
         self._touched.append(_Tables(row, layer, index))
         self.counts[row, layer] = end
         self.num_free -= int(count.sum())
-        # most tables lack one page, and the neighbour of their last one is free; no two have the
-        # same neighbour
-        page = self.tables[layer, row, index - 1] + 1
-        is_easy = (count == 1) & (index > 0) & (self._marks[page] == 0)
-        page = page[is_easy]
+        # where each would best go on: behind its last page, or at a place of its own
+        place = row * self.num_layers + layer
+        fresh = place * self.num_pages // (self.num_rows * self.num_layers)
+        start = np.where(index > 0, self.tables[layer, row, index - 1] + 1, fresh)
+        is_easy = (count == 1) & (index > 0) & (self._marks[start] == 0)
+        # most tables lack one page, whose neighbour is free; no two have the same neighbour
+        page = start[is_easy]
         self.tables[layer[is_easy], row[is_easy], index[is_easy]] = page
         self._marks[page] = 1
         if len(page) < len(row):
-            rest = np.stack([row, layer, index, count])[:, ~is_easy]
-            for table in rest.T.tolist():
-                self._take_pages(*table)
+            rest = np.stack([row, layer, index, count, start])[:, ~is_easy]
+            if not self._take_ranges(*rest):
+                for table in rest.T.tolist():
+                    self._take_pages(*table)
         self.room[find_rows(rows)] = (spares + missing * self.page_size).min(axis=1)
 
-    def _take_pages(self, row: int, layer: int, index: int, count: int) -> None:
-        """Write free pages into a table, the neighbours of its last page where those are free.
+    def _take_ranges(
+        self,
+        row: np.ndarray,
+        layer: np.ndarray,
+        index: np.ndarray,
+        count: np.ndarray,
+        start: np.ndarray,
+    ) -> bool:
+        """Give each table the `count` pages from its start on, if all of those are free.
+
+        So it is for the layers of a prompt that is new in a cache with room: all at once.
+        """
+        num_pages = int(count[0])
+        starts = np.sort(start)
+        is_apart = (count == num_pages).all() and (np.diff(starts) >= num_pages).all()
+        if not is_apart or starts[-1] + num_pages > self.num_pages:
+            return False
+        number = np.arange(num_pages)
+        pages = start[:, None] + number
+        if self._marks[pages].any():
+            return False
+        self.tables[layer[:, None], row[:, None], index[:, None] + number] = pages
+        self._marks[pages] = 1
+        return True
+
+    def _take_pages(self, row: int, layer: int, index: int, count: int, page: int) -> None:
+        """Write free pages into a table, `page` and its neighbours where those are free.
 
         Pages that follow each other can be read as one slice. So that tables do not grow into one
         another at once, each begins at a place of its own, as far from the others as possible.
         """
         table, owned, end = self.tables[layer, row], self._owned, index + count
-        if index:
-            page = int(table[index - 1]) + 1
-        else:
-            place = row * self.num_layers + layer
-            page = place * self.num_pages // (self.num_rows * self.num_layers)
         while index < end:
             is_near = not owned[page]
             if not is_near:
