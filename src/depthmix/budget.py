@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from depthmix.config import ModelConfig, RunConfig
+from depthmix.config import ModelConfig, RunConfig, count_share
 from depthmix.flops import training_flops
 
 DEFAULT_STEPS = 1000
@@ -108,8 +108,7 @@ def _list_stages(run: RunConfig) -> list[Stage]:
 def _arrange(run: RunConfig, stages: Sequence[Stage], num_steps: int) -> Schedule:
     """The stages in a run of so many steps."""
     recipe, num_falls = run.train, len(stages) - 1
-    # the slack keeps 0.07 · 100 from becoming 8
-    num_falling = min(num_steps - 1, math.ceil(recipe.capacity_fall_share * num_steps - 1e-9))
+    num_falling = min(num_steps - 1, count_share(recipe.capacity_fall_share, num_steps))
     firsts = [math.ceil(i * num_falling / num_falls) for i in range(num_falls)]
     firsts.append(num_falling if num_falls else 0)
     # of two that begin at once, in a short run, the later counts

@@ -260,6 +260,26 @@ def test_causal_selector(routing: dict[str, Any], selector: str | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "rules"),
+    [
+        ({"routing.strategy": "none"}, {"dense": None}),
+        ({}, {"topk": None, "causal": "predictor"}),
+        (
+            {"routing.aux_loss_weight": 0.01, "routing.predictor": False},
+            {"topk": None, "causal": "router"},
+        ),
+        ({"routing.strategy": "stochastic"}, {"topk": None}),
+        ({"routing.strategy": "none", **MOE}, {"topk": None, "causal": "predictor"}),
+        ({"routing.strategy": "none", **TOKEN_MOE}, {"dense": None}),
+    ],
+)
+def test_rules_that_a_model_is_judged_by(
+    overrides: dict[str, Any], rules: dict[str, str | None]
+) -> None:
+    assert load_preset("tiny", **overrides).list_rules() == rules
+
+
+@pytest.mark.parametrize(
     ("overrides", "needed"),
     [
         ({"routing.strategy": "none"}, False),

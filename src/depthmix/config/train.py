@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from depthmix.config import fields
 from depthmix.config.fields import Bounds, Count, NotNegative, Positive, Share
-from depthmix.config.model import ModelConfig
+from depthmix.config.model import ModelConfig, count_share
 
 BASE_WIDTH = 32
 # what a run stops by, one of them
@@ -168,12 +168,12 @@ class Recipe:
 
     def rate_at(self, step: int, num_steps: int) -> float:
         """Learning rate of a step, as a share of the highest; a decay ends at final_rate_share."""
-        num_warmup = _round_up(self.warmup_share * num_steps)
+        num_warmup = count_share(self.warmup_share, num_steps)
         if step < num_warmup:
             return (step + 1) / num_warmup
         num_falling = 0 if self.schedule == "constant" else num_steps - num_warmup
         if self.schedule == "wsd":
-            num_falling = min(num_falling, _round_up(self.decay_share * num_steps))
+            num_falling = min(num_falling, count_share(self.decay_share, num_steps))
         num_left = num_steps - 1 - step
         if num_left >= num_falling:
             return 1.0
@@ -297,11 +297,6 @@ def _refuse_unknown(name: str) -> None:
     if unknown:
         hint = f"Did you mean '{meant[0]}'?" if meant else f"The fields are: {', '.join(recipe)}."
         raise ValueError(f"there is no configuration field '{name}'. {hint}")
-
-
-def _round_up(number: float) -> int:
-    """The slack keeps 0.07 · 100 from becoming 8."""
-    return math.ceil(number - 1e-9)
 
 
 def _find_problems(recipe: Recipe) -> Iterator[str]:

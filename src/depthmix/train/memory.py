@@ -151,16 +151,7 @@ def _list_saved(
     # each pair: what goes in, the inside, what comes out, and its weighted sum
     weighted = width * (element if sizes.compiled else FLOAT32)
     pair = 2 * width * element + sizes.hidden(config.shape.expert_width) + weighted
-    yield _count_pairs(config, kept) * pair
-
-
-def _count_pairs(config: ModelConfig, num_tokens: int) -> int:
-    """(token, expert) places of one sequence."""
-    experts = config.experts
-    if experts.strategy == "expert_choice":
-        share = experts.capacity / experts.num_experts
-        return experts.num_experts * num_kept(share, num_tokens)
-    return num_kept(min(experts.capacity, experts.per_token), num_tokens)
+    yield flops.count_expert_pairs(config, kept) * pair
 
 
 # a parameter's share of a checkpoint: itself in float32, and AdamW's two moments
