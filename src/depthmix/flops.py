@@ -4,6 +4,10 @@ Owns the project's one convention for counting (docs/math.md): a matrix product 
 attention its two products over every (query, key) pair, a backward pass twice the forward pass.
 Norms, activations, softmax, rotary positions and moving tokens count nothing. Knows nothing of
 torch or of modules: the tests hold it equal to what `FlopCounterMode` counts on the real model.
+
+>>> routed, dense = load_preset("60m"), load_preset("60m-dense")
+>>> round(flops.forward_flops(routed) / flops.forward_flops(dense), 3)
+0.628
 """
 
 from collections.abc import Iterator

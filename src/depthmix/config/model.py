@@ -31,7 +31,11 @@ NumLayers = Annotated[Count, Bounds(most=10_000)]
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingConfig:
-    """Which blocks route, how many tokens each keeps, and how the decision is taken."""
+    """Which blocks route, how many tokens each keeps, and how the decision is taken.
+
+    >>> RoutingConfig(strategy="expert_choice", capacity=0.25).causal_head
+    'predictor'
+    """
 
     strategy: StrategyName = "none"
     """Which tokens a routed block keeps."""
@@ -94,7 +98,12 @@ class RoutingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Expert MLPs in place of a block's MLP: MoE, and Mixture-of-Depths-and-Experts."""
+    """Expert MLPs in place of a block's MLP: MoE, and Mixture-of-Depths-and-Experts.
+
+    >>> experts = ExpertsConfig(strategy="expert_choice", num_experts=4, every=3)
+    >>> ModelConfig(experts=experts).expert_layers
+    (2, 5, 8, 11)
+    """
 
     strategy: ExpertStrategyName = "none"
     """Who chooses."""
@@ -152,7 +161,14 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer, its depth routing and its experts."""
+    """A decoder-only transformer, its depth routing and its experts.
+
+    >>> config = ModelConfig(width=256, routing=RoutingConfig(strategy="expert_choice"))
+    >>> config.routed_layers
+    (1, 3, 5, 7, 9, 11)
+    >>> config.override({"routing.every": 4}).routed_layers
+    (3, 7, 11)
+    """
 
     vocab_size: Count = 16384
     """Number of token ids."""

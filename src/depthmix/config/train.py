@@ -34,7 +34,11 @@ Beta = Annotated[Share, Bounds(below=1, hint="1 would never learn")]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything about a training run that is not the model or the data."""
+    """Everything about a training run that is not the model or the data.
+
+    >>> Recipe(steps=100, learning_rate=3e-3, final_rate_share=0.2).rate_at(99, 100)
+    0.2
+    """
 
     OLD_NAMES: ClassVar[Mapping[str, str]] = {
         "accumulate": "num_micro_batches",
@@ -186,7 +190,14 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A model and how it is trained: what a run's config.toml holds."""
+    """A model and how it is trained: what a run's config.toml holds.
+
+    >>> run = RunConfig(model=load_preset("tiny"), train=Recipe(steps=100, batch_size=8))
+    >>> run.tokens_per_step
+    512
+    >>> run.override({"routing.capacity": 0.5, "train.seq_len": 32}).tokens_per_step
+    256
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model; its fields are written without a prefix on the command line."""

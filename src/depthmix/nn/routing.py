@@ -26,7 +26,13 @@ class Kept(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """What one routed block decided, returned beside its output."""
+    """What one routed block decided, returned beside its output.
+
+    >>> model = Transformer(load_preset("tiny", **{"routing.capacity": 0.25}))
+    >>> first, _ = model(torch.arange(8)[None]).routings
+    >>> first.index.shape, int((first.slot >= 0).sum())
+    (torch.Size([1, 2]), 2)
+    """
 
     index: Int[Tensor, "B K"]
     """Token in each place."""

@@ -108,8 +108,8 @@ class Trainer:
             precision=self.precision,
             compile=whole,
             cuda_graph=graph,
-            clip=recipe.max_grad_norm,
-            accumulate=recipe.num_micro_batches,
+            max_grad_norm=recipe.max_grad_norm,
+            num_micro_batches=recipe.num_micro_batches,
             root=self.root,
             distillation=None if teacher is None else open_distillation(teacher, run, device),
         )
