@@ -123,6 +123,16 @@ def check_device(device: str | None) -> None:
         raise ValueError(f"--device {device} is neither cpu nor cuda")
 
 
+def check_out(out: Path) -> None:
+    """Refuse an --out that cannot be written, before the work and not after it."""
+    if str(out) == "-":
+        raise ValueError("--out writes a file, not to the terminal: name one")
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder: name a file")
+    if not out.parent.is_dir():
+        raise ValueError(f"there is no folder {out.parent} for --out {out}: make it first")
+
+
 def read_length(overrides: Mapping[str, str]) -> int | None:
     """A `max_seq_len` among fields to change; what is no number is refused where all are."""
     length = overrides.get("max_seq_len", "")

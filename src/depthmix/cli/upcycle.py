@@ -20,9 +20,6 @@ from depthmix.cli.arguments import (
 if TYPE_CHECKING:
     from depthmix.models import StoredModel
 
-# of the text that says which blocks are missed least; it is read in windows
-MIN_TOKENS, MAX_TOKENS, WINDOW = 64, 2048, 512
-
 
 @app.command(cls=FieldsCommand, context_settings=FIELDS_ALLOWED)
 def upcycle(
@@ -93,7 +90,7 @@ def upcycle(
             raise ValueError("give --least or routing.layers, and not both")
         if least < 1:
             raise ValueError(f"--least {least} must be at least 1")
-        choose = partial(choose_blocks, count=least, texts=text, device=device)
+        choose = partial(choose_blocks, count=least, files=text, device=device)
     made = make_run(source, out, {**given, **overrides}, choose=choose)
     place, length = shlex.quote(str(out)), min(TOLD_LENGTH, made.config.max_seq_len)
     for line in made.describe():
@@ -109,38 +106,21 @@ def upcycle(
 
 
 def choose_blocks(
-    source: "StoredModel", *, count: int, texts: list[str], device: str | None
+    source: "StoredModel", *, count: int, files: list[str], device: str | None
 ) -> tuple[int, ...]:
     """The blocks that some text misses least, with a bar while they are looked for."""
     from rich.console import Console
 
-    from depthmix.eval.blocks import find_least_blocks
-    from depthmix.eval.perplexity import read_texts
+    from depthmix.eval.blocks import measure_least
     from depthmix.progress import show_bar
-    from depthmix.world import choose_device
 
-    num_layers = source.config.num_layers
-    if count > num_layers:
-        raise ValueError(f"{count} blocks cannot route: {source.path} has {num_layers}")
-    texts = [read_text(file) for file in texts]
-    stream = read_texts(texts, *source.vocabulary, MAX_TOKENS)
-    if len(stream.tokens) < MIN_TOKENS:
-        raise ValueError(
-            f"--text has {len(stream.tokens)} tokens, which says little about a block: give "
-            f"{MIN_TOKENS} or more, better {MAX_TOKENS:,}"
-        )
-    network, console = source.network.to(choose_device(device)), Console(stderr=True)
-    with show_bar(console, gone=True) as bar:
-        least = find_least_blocks(
-            network,
-            stream,
+    with show_bar(Console(stderr=True), gone=True) as bar:
+        least = measure_least(
+            source,
+            (read_text(file) for file in files),
             count,
+            device=device,
             report=lambda done, total: bar.update("leaving out blocks", done, total),
-            seq_len=WINDOW,
         )
-    told = ", ".join(f"{each.loss:.3f} (block {each.layer})" for each in least.found)
-    print(
-        f"blocks left out one by one, the loss of {len(stream.tokens) - 1:,} tokens rises from "
-        f"{least.whole:.3f} to {told}"
-    )
-    return tuple(sorted(each.layer for each in least.found))
+    print(least.tell())
+    return least.layers

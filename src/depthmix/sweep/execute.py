@@ -1,7 +1,8 @@
 """Planned runs as processes: so many at once, each `depthmix train` in its own folder.
 
-Owns starting, retrying, and stopping them. A run that fails is tried once more and then left; a
-signal is passed on, so that every run saves. Knows nothing of what is trained.
+Owns starting, retrying, and stopping them, and the bar for all of them. A run that fails is tried
+once more and then left; a signal is passed on, so that every run saves. Knows nothing of what is
+trained.
 """
 
 import os
@@ -10,15 +11,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from depthmix.files import replace_file
+from depthmix.progress import show_bar
 from depthmix.sweep.folders import LOG, PLANNED, Standing, is_finished, read_flops, read_log_end
 from depthmix.sweep.plan import PlannedRun
+from depthmix.units import format_flops
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 MAX_TRIES = 2
 POLL_SECONDS = 0.5
@@ -246,3 +252,27 @@ class Executor:
                     os.killpg(job.process.pid, signal.SIGKILL)
             job.process.wait()
             job.log.close()
+
+
+@contextmanager
+def show_runs(
+    console: "Console", total_flops: int | float, num_left: int
+) -> Iterator[Callable[[SweepProgress], None]]:
+    """One bar for all runs, by FLOPs, and a line for each run that ended; gives where to report."""
+    told: set[str] = set()
+    # runs come at different speeds: minutes say more about what is left than seconds
+    with show_bar(console, speed_seconds=600) as bar:
+
+        def report(progress: SweepProgress) -> None:
+            ended = {name: "finished" for name in progress.finished}
+            ended |= {name: "failed" for name in progress.failed}
+            for name in [name for name in ended if name not in told]:
+                told.add(name)
+                sentence = f"{ended[name]}: {name} ({len(told)} of {num_left})"
+                console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+            verb, end = ("stopping", "stopped") if progress.stopping else ("training", "done")
+            running = f"{verb} {len(progress.running)}" if progress.running else end
+            words = f"{progress.done_flops / total_flops:>4.0%} of {format_flops(total_flops)}"
+            bar.update(running, progress.done_flops, total_flops, words)
+
+        yield report

@@ -313,6 +313,16 @@ def expand_plan(
     return found
 
 
+def check_vocabulary(runs: Sequence[PlannedRun], vocab_size: int) -> None:
+    """Refuse models that do not know all ids of the data."""
+    for run in runs:
+        if run.config.model.vocab_size < vocab_size:
+            raise ValueError(
+                f"{run.name}: its vocab_size is {run.config.model.vocab_size}, and the data has "
+                f"{vocab_size} ids: take vocab_size away, or make it at least that"
+            )
+
+
 def _list_cells(plan: Plan) -> Iterator[tuple[float, str, Size]]:
     for budget in plan.budgets:
         for variant in plan.variants:
