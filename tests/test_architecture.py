@@ -101,6 +101,15 @@ def test_source_file_keeps_the_rules(path: Path) -> None:
     assert not any(n.module == "__future__" for n in futures), "no `from __future__` import"
 
 
+def test_a_name_is_one_class() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(below_src(path))
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
 @pytest.mark.parametrize(
     "path",
     [
