@@ -15,7 +15,7 @@ SOURCES = sorted(SRC.rglob("*.py"))
 # planning and reporting: present modules among these must load without torch
 NO_TORCH = (
     *("budget", "config", "files", "flops", "runs"),
-    *("progress", "units", "sweep", "report"),
+    *("interrupt", "progress", "units", "sweep", "report"),
 )
 
 

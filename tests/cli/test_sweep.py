@@ -130,7 +130,7 @@ def test_how_to_go_on(
     measure = execute.Executor._measure
 
     def interrupt(executor: execute.Executor) -> execute.SweepProgress:
-        if (fake.out / "2e8/mod/w16-l2-s0/metrics.jsonl").exists() and not executor.signals:
+        if (fake.out / "2e8/mod/w16-l2-s0/metrics.jsonl").exists() and not executor.stopping:
             os.kill(os.getpid(), number)
         return measure(executor)
 

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from depthmix.files import replace_file
+from depthmix.interrupt import Interrupt
 from depthmix.progress import show_bar
 from depthmix.sweep.folders import LOG, PLANNED, Standing, is_finished, read_flops, read_log_end
 from depthmix.sweep.plan import PlannedRun
@@ -37,8 +37,6 @@ GRACE_SECONDS = 60.0
 
 # the command that trains; arguments of a run follow
 TRAIN = (sys.executable, "-m", "depthmix", "train")
-
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SweepProgress(NamedTuple):
@@ -102,8 +100,7 @@ class Executor:
         self.jobs: list[_Job] = []
         self.finished: list[str] = []
         self.failed: dict[str, list[str]] = {}
-        self.signals: list[int] = []
-        """What was received; the first is a wish, an interrupt after it kills."""
+        self.interrupt = Interrupt(raises=False)
         self.refusals: dict[str, str] = {}
         """The last words of a run that was refused before its first step → its name."""
         self._has_passed_on = False
@@ -114,31 +111,29 @@ class Executor:
         poll_seconds: float | None = None,
     ) -> Summary:
         """Train until nothing is left, or somebody wants it to stop."""
-        before = {
-            number: signal.signal(number, self._receive)
-            for number in _STOPPING
-            # what is ignored stays so: nohup means that a closed terminal is none of our business
-            if signal.getsignal(number) is not signal.SIG_IGN
-        }
-        try:
-            while self.jobs or (self.waiting and not self.signals):
-                self._pass_on_signals()
-                self._collect_ended()
-                while self.waiting and len(self.jobs) < self.num_jobs and not self.signals:
-                    self._start(self.waiting.pop(0))
-                if report is not None:
-                    report(self._measure())
-                if self.jobs:
-                    time.sleep(POLL_SECONDS if poll_seconds is None else poll_seconds)
-        except BaseException:
-            self._ask_to_end()
-            raise
-        finally:
-            # whatever went wrong here, nothing is left behind
-            self._kill()
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        return Summary(tuple(self.finished), self.failed, self.signals[0] if self.signals else None)
+        with self.interrupt:
+            try:
+                while self.jobs or (self.waiting and not self.stopping):
+                    self._pass_on_signals()
+                    self._collect_ended()
+                    while self.waiting and len(self.jobs) < self.num_jobs and not self.stopping:
+                        self._start(self.waiting.pop(0))
+                    if report is not None:
+                        report(self._measure())
+                    if self.jobs:
+                        time.sleep(POLL_SECONDS if poll_seconds is None else poll_seconds)
+            except BaseException:
+                self._ask_to_end()
+                raise
+            finally:
+                # whatever went wrong here, nothing is left behind
+                self._kill()
+        return Summary(tuple(self.finished), self.failed, self.interrupt.signal)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether somebody wants it to stop."""
+        return self.interrupt.signal is not None
 
     def _start(self, run: PlannedRun) -> None:
         path = self.folder / run.folder
@@ -184,7 +179,7 @@ class Executor:
             if is_finished(path, run.num_steps):
                 self.finished.append(run.name)
                 self.flops[run.name] = run.flops
-            elif self.signals:
+            elif self.stopping:
                 self.flops[run.name] = read_flops(path)
             elif self.num_tries[run.name] < MAX_TRIES:
                 self._check_refusal(job)
@@ -217,21 +212,19 @@ class Executor:
             running=tuple(job.run.name for job in self.jobs),
             finished=tuple(self.finished),
             failed=tuple(self.failed),
-            stopping=bool(self.signals),
+            stopping=self.stopping,
         )
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.signals.append(number)
 
     def _pass_on_signals(self) -> None:
         """The first signal goes to every run; an interrupt after it ends them all."""
-        if signal.SIGINT in self.signals[1:]:
+        first = self.interrupt.signal
+        if self.interrupt.at_once:
             self._kill()
-        elif self.signals and not self._has_passed_on:
+        elif first is not None and not self._has_passed_on:
             self._has_passed_on = True
             for job in self.jobs:
                 with suppress(ProcessLookupError):
-                    job.process.send_signal(self.signals[0])
+                    job.process.send_signal(first)
 
     def _ask_to_end(self) -> None:
         """Give runs the time to save."""
@@ -239,7 +232,7 @@ class Executor:
             job.process.terminate()
         last = time.monotonic() + GRACE_SECONDS
         while any(job.process.poll() is None for job in self.jobs) and time.monotonic() < last:
-            if signal.SIGINT in self.signals:
+            if signal.SIGINT in self.interrupt.signals:
                 break
             time.sleep(0.05)
 
