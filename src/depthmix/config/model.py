@@ -196,7 +196,7 @@ class ModelConfig:
     """Use the embedding matrix as the output head."""
     rope_theta: Positive[float] = 10000.0
     """Base of the rotary position frequencies."""
-    rope_factors: tuple[float, ...] | None = None
+    rope_factors: tuple[Positive[float], ...] | None = None
     """Divides them: one number all alike, or Llama 3's factor, low, high and first length."""
     norm_eps: Positive[float] = 1e-6
     """Epsilon inside every RMSNorm."""
@@ -415,8 +415,6 @@ def _rope_problems(config: ModelConfig) -> Iterator[str]:
     given = f"rope_factors = {list(factors)}"
     if len(factors) not in (1, 4):
         yield f"{given} must be one number, or four: factor, low, high and first length"
-    elif not all(0 < number < math.inf for number in factors):
-        yield f"{given} must be positive numbers"
     elif len(factors) == 4 and factors[1] >= factors[2]:
         yield f"{given} must have a low frequency factor, the second, below the high one, the third"
 
