@@ -1,7 +1,6 @@
 """The verb that makes a Mixture-of-Depths of a dense checkpoint."""
 
 import shlex
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +12,7 @@ from depthmix.cli.arguments import (
     FieldsCommand,
     app,
     check_device,
+    read_length,
     read_text,
     split_arguments,
 )
@@ -74,10 +74,6 @@ def upcycle(
         raise ValueError(f"'{names[0]}' is no field: write FIELD=VALUE")
     given: dict[str, Any] = {"routing.capacity": capacity, "routing.every": every}
     given |= {"routing.first_dense": first_dense, "routing.gate": gate}
-    from depthmix.models.upcycle import TOLD_LENGTH
-    from depthmix.models.upcycle import upcycle as make_run
-
-    choose = None
     if least is None:
         unused = [name for name, value in (("--text", text), ("--device", device)) if value]
         if unused:
@@ -90,8 +86,16 @@ def upcycle(
             raise ValueError("give --least or routing.layers, and not both")
         if least < 1:
             raise ValueError(f"--least {least} must be at least 1")
-        choose = partial(choose_blocks, count=least, files=text, device=device)
-    made = make_run(source, out, {**given, **overrides}, choose=choose)
+    from depthmix.models import open_model
+    from depthmix.models.upcycle import TOLD_LENGTH, check_upcycle
+    from depthmix.models.upcycle import upcycle as make_run
+
+    given |= overrides
+    opened = open_model(source, max_seq_len=read_length(overrides))
+    if least is not None:
+        check_upcycle(opened, out, given)
+        given["routing.layers"] = choose_blocks(opened, least, text or [], device)
+    made = make_run(opened, out, given)
     place, length = shlex.quote(str(out)), min(TOLD_LENGTH, made.config.max_seq_len)
     for line in made.describe():
         print(line)
@@ -106,7 +110,7 @@ def upcycle(
 
 
 def choose_blocks(
-    source: "StoredModel", *, count: int, files: list[str], device: str | None
+    source: "StoredModel", count: int, files: list[str], device: str | None
 ) -> tuple[int, ...]:
     """The blocks that some text misses least, with a bar while they are looked for."""
     from rich.console import Console
