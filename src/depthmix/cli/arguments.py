@@ -1,6 +1,7 @@
 """What a command line says: models, fields to change, and help that lists the fields.
 
-Knows the extras that a verb may need, and nothing of what it does with its arguments.
+Owns what verbs share, which do not know each other: options, checks, the extras that they may need,
+a text that is traced.
 """
 
 import sys
@@ -154,6 +155,25 @@ def read_text(file: str) -> str:
     if not found:
         raise ValueError(f"--text {file} is empty: give a text with at least one character")
     return found
+
+
+def trace_text(
+    path: Path,
+    text: str,
+    checkpoint: str | None = None,
+    tokenizer: str | None = None,
+    max_tokens: int | None = None,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Trace a model over the text of a file."""
+    # what can be wrong is asked before torch takes its seconds to load
+    check_device(device)
+    words = read_text(text)
+    from depthmix.eval.trace import trace_model
+    from depthmix.models import open_model
+
+    model = open_model(path, checkpoint=checkpoint, tokenizer=tokenizer)
+    return trace_model(model, words, text=text, max_tokens=max_tokens, device=device)
 
 
 @contextmanager

@@ -13,9 +13,8 @@ from depthmix.cli.arguments import (
     PlainCommand,
     TokenizerPlace,
     app,
-    check_device,
     check_out,
-    read_text,
+    trace_text,
 )
 
 
@@ -40,15 +39,9 @@ def trace(
     For example:
       depthmix trace runs/demo-20261115-142233 --text README.md --out trace.json
     """
-    check_out(out)
-    # what can be wrong is asked before torch takes its seconds to load
-    check_device(device)
-    words = read_text(text)
-    from depthmix.eval.trace import trace_model
-    from depthmix.models import open_model
     from depthmix.report.traces import tell_trace, write_trace
 
-    opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)
-    found = trace_model(opened, words, text=text, max_tokens=max_tokens, device=device)
+    check_out(out)
+    found = trace_text(model, text, checkpoint, tokenizer, max_tokens, device)
     write_trace(found, out)
     print(f"{out}: {tell_trace(found)}")

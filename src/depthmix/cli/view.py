@@ -14,9 +14,8 @@ from depthmix.cli.arguments import (
     PlainCommand,
     TokenizerPlace,
     app,
-    check_device,
     check_out,
-    read_text,
+    trace_text,
 )
 
 
@@ -73,14 +72,7 @@ def view(
     elif text is None:
         raise ValueError(f"there is no trace '{source}': 'depthmix trace' writes one")
     else:
-        # what can be wrong is asked before torch takes its seconds to load
-        check_device(device)
-        words = read_text(text)
-        from depthmix.eval.trace import trace_model
-        from depthmix.models import open_model
-
-        model = open_model(source, checkpoint=checkpoint, tokenizer=tokenizer)
-        found = trace_model(model, words, text=text, max_tokens=max_tokens, device=device)
+        found = trace_text(source, text, checkpoint, tokenizer, max_tokens, device)
         page, told = write_page(found), tell_trace(found)
     replace_file(out, page)
     print(f"{out}: {told}")
