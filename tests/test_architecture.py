@@ -14,8 +14,8 @@ SOURCES = sorted(SRC.rglob("*.py"))
 
 # planning and reporting: present modules among these must load without torch
 NO_TORCH = (
-    *("config", "files", "flops", "runs"),
-    *("progress", "units", "sweep", "report"),
+    *("budget", "config", "files", "flops", "runs"),
+    *("interrupt", "progress", "units", "sweep", "report"),
 )
 
 
@@ -92,11 +92,22 @@ def test_source_file_keeps_the_rules(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     assert path.stem not in {"utils", "common", "helpers"}, "name the file after what it owns"
-    assert ast.get_docstring(tree), "say in a docstring what the module owns"
+    told = ast.get_docstring(tree)
+    assert told, "say in a docstring what the module owns"
+    assert told.splitlines()[0].endswith("."), "say what the module owns in the first line"
 
     # it turns annotations into strings, which jaxtyping's runtime checks cannot read
     futures = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
     assert not any(n.module == "__future__" for n in futures), "no `from __future__` import"
+
+
+def test_a_name_is_one_class() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(below_src(path))
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from depthmix import flops
-from depthmix.config import ExpertsConfig, ModelConfig, RoutingConfig, load_preset
+from depthmix.config import (
+    ExpertsConfig,
+    ModelConfig,
+    Recipe,
+    RoutingConfig,
+    RunConfig,
+    load_preset,
+)
 
 if TYPE_CHECKING:
     from depthmix.infer import Engine, SamplingParams
@@ -20,8 +27,10 @@ __all__ = [
     "ExpertsConfig",
     "ModelConfig",
     "Output",
+    "Recipe",
     "Routing",
     "RoutingConfig",
+    "RunConfig",
     "SamplingParams",
     "TrainStep",
     "Transformer",
@@ -43,3 +52,8 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'depthmix' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    # what is not loaded yet is there all the same, for who looks around in a shell
+    return sorted({*globals(), *__all__})

@@ -13,14 +13,14 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from depthmix.config import ModelConfig, RunConfig
+from depthmix.config import ModelConfig, RunConfig, count_share
 from depthmix.flops import training_flops
 
 DEFAULT_STEPS = 1000
 """Length of a run that names no budget."""
 
 
-class Stage(NamedTuple):
+class CapacityStage(NamedTuple):
     """Steps of one capacity."""
 
     first: int
@@ -39,10 +39,10 @@ class Schedule(NamedTuple):
 
     run: RunConfig
     num_steps: int
-    stages: tuple[Stage, ...]
+    stages: tuple[CapacityStage, ...]
     """In order; the last has the model's own capacities."""
 
-    def find_stage(self, step: int) -> Stage:
+    def find_stage(self, step: int) -> CapacityStage:
         """The stage of a step, counted from 0."""
         return self.stages[bisect_right(self.stages, step, key=lambda stage: stage.first) - 1]
 
@@ -69,7 +69,7 @@ def make_schedule(run: RunConfig) -> Schedule:
     return _arrange(run, stages, _count_steps(run, stages))
 
 
-def _count_steps(run: RunConfig, stages: Sequence[Stage]) -> int:
+def _count_steps(run: RunConfig, stages: Sequence[CapacityStage]) -> int:
     recipe = run.train
     if recipe.steps is not None:
         return recipe.steps
@@ -87,7 +87,7 @@ def _count_steps(run: RunConfig, stages: Sequence[Stage]) -> int:
     )
 
 
-def _list_stages(run: RunConfig) -> list[Stage]:
+def _list_stages(run: RunConfig) -> list[CapacityStage]:
     """The stages in order, before it is known where they begin."""
     recipe, model = run.train, run.model
     models = []
@@ -100,16 +100,15 @@ def _list_stages(run: RunConfig) -> list[Stage]:
             models.append(model.override({"routing.capacity": shares}))
     count_flops = partial(training_flops, seq_len=run.seq_len, batch_size=recipe.batch_size)
     return [
-        Stage(0, each, count_flops(each), count_flops(each, causal_half=True))
+        CapacityStage(0, each, count_flops(each), count_flops(each, causal_half=True))
         for each in (*models, model)
     ]
 
 
-def _arrange(run: RunConfig, stages: Sequence[Stage], num_steps: int) -> Schedule:
+def _arrange(run: RunConfig, stages: Sequence[CapacityStage], num_steps: int) -> Schedule:
     """The stages in a run of so many steps."""
     recipe, num_falls = run.train, len(stages) - 1
-    # the slack keeps 0.07 · 100 from becoming 8
-    num_falling = min(num_steps - 1, math.ceil(recipe.capacity_fall_share * num_steps - 1e-9))
+    num_falling = min(num_steps - 1, count_share(recipe.capacity_fall_share, num_steps))
     firsts = [math.ceil(i * num_falling / num_falls) for i in range(num_falls)]
     firsts.append(num_falling if num_falls else 0)
     # of two that begin at once, in a short run, the later counts

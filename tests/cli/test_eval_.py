@@ -91,7 +91,7 @@ def test_dense_and_upcycled_agree_where_nothing_is_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dense = write_foreign(tmp_path / "dense")
-    upcycle(dense, tmp_path / "run", {"routing.predictor_width": 8})
+    upcycle(open_model(dense), tmp_path / "run", {"routing.predictor_width": 8})
     text = tmp_path / "text.txt"
     text.write_text("line 3 says 9 and no more, line 4 says 16 and so on " * 5)
     original = evaluate(capsys, dense, "--text", text)["text"]

@@ -48,5 +48,10 @@ def test_a_strategy_says_one_thing_about_a_causal_head() -> None:
         assert strategy.has_target or not strategy.asks_head, name
 
 
+def test_either_experts_choose_or_tokens_do() -> None:
+    for name, strategy in EXPERT_STRATEGIES.items():
+        assert strategy.has_target + strategy.tokens_choose == (name != "none"), name
+
+
 def test_causal_selectors_are_selectors() -> None:
     assert set(CAUSAL_SELECTORS) == set(SELECTORS) - {"topk"}

@@ -41,8 +41,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"rope_theta": math.inf}, "rope_theta", "a finite number, greater than 0"),
     ({"rope_factors": ()}, "rope_factors = []", "one number, or four"),
     ({"rope_factors": (8.0, 1.0)}, "rope_factors = [8.0, 1.0]", "one number, or four"),
-    ({"rope_factors": (0.0,)}, "rope_factors", "positive"),
-    ({"rope_factors": (8.0, 1.0, math.inf, 64.0)}, "rope_factors", "positive"),
+    ({"rope_factors": (0.0,)}, "rope_factors = 0.0", "must be greater than 0"),
+    ({"rope_factors": (8.0, 1.0, math.inf, 64.0)}, "rope_factors = inf", "be a finite number"),
     ({"rope_factors": (8.0, 4.0, 4.0, 64.0)}, "rope_factors", "the second, below the high one"),
     ({"norm_eps": -1e-6}, "norm_eps", "greater than 0"),
     ({"norm_eps": math.nan}, "norm_eps", "greater than 0"),
@@ -257,6 +257,26 @@ def test_capacity_schedules() -> None:
 )
 def test_causal_selector(routing: dict[str, Any], selector: str | None) -> None:
     assert load_preset("tiny", routing=routing).causal_selector == selector
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rules"),
+    [
+        ({"routing.strategy": "none"}, {"dense": None}),
+        ({}, {"topk": None, "causal": "predictor"}),
+        (
+            {"routing.aux_loss_weight": 0.01, "routing.predictor": False},
+            {"topk": None, "causal": "router"},
+        ),
+        ({"routing.strategy": "stochastic"}, {"topk": None}),
+        ({"routing.strategy": "none", **MOE}, {"topk": None, "causal": "predictor"}),
+        ({"routing.strategy": "none", **TOKEN_MOE}, {"dense": None}),
+    ],
+)
+def test_rules_that_a_model_is_judged_by(
+    overrides: dict[str, Any], rules: dict[str, str | None]
+) -> None:
+    assert load_preset("tiny", **overrides).list_rules() == rules
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ def test_every_step_clips_its_own_gradient(graph: bool) -> None:
     # without a memory, the optimiser's mean of the gradients is the last one, as it was clipped
     options: dict[str, Any] = {"betas": (0.0, 0.9), "fused": True, "capturable": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
-    step = TrainStep(model, optimizer, compile=True, cuda_graph=graph, clip=0.1)
+    step = TrainStep(model, optimizer, compile=True, cuda_graph=graph, max_grad_norm=0.1)
     norms = []
     for batch in torch.randint(0, 64, (4, 3, 33), device="cuda"):
         norm = step(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()).grad_norm

@@ -38,7 +38,13 @@ def test_only_what_is_used_is_loaded() -> None:
     assert "transformers" not in modules_loaded_by("import depthmix; depthmix.open_model")
 
 
-@pytest.mark.parametrize("name", ["Engine", "SamplingParams", "TrainStep", "open_model"])
+def test_names_are_listed_before_they_are_loaded() -> None:
+    loaded = modules_loaded_by("import depthmix; assert {*depthmix.__all__} <= {*dir(depthmix)}")
+    assert "depthmix" in loaded
+    assert "torch" not in loaded
+
+
+@pytest.mark.parametrize("name", depthmix.__all__)
 def test_the_example_of_a_docstring_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,8 +20,6 @@ from torch._dynamo.testing import CompileCounter
 
 from depthmix.checkpoint.folder import find_damage
 from depthmix.config import RunConfig
-from depthmix.data.manifest import MANIFEST_FILE, Manifest
-from depthmix.data.shards import ShardWriter
 from depthmix.nn.block import Block
 from depthmix.nn.router import Router
 from depthmix.runs.folder import RunDir
@@ -30,6 +28,7 @@ from depthmix.train.launch import Launch, launch
 from depthmix.train.loop import Trainer
 from depthmix.train.parallel import compile_layers
 from depthmix.train.step import TrainStep
+from hand_corpora import write_folder
 from variants import make_config, make_model, make_tokens
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -68,28 +67,14 @@ HANGING_SECONDS = 300
 
 def write_corpus(folder: Path) -> Path:
     """Documents of counting numbers, of many lengths."""
-    folder.mkdir()
     random = np.random.default_rng(0)
-    splits = {}
-    for split, num_documents in (("train", 60), ("val", 20)):
-        writer = ShardWriter(folder, split, dtype="uint16", end_token=0, shard_tokens=1 << 20)
-        for _ in range(num_documents):
-            first, step, length = random.integers((1, 1, 3), (60, 4, 60))
-            writer.append((1 + (first + step * np.arange(length)) % 63).astype("<u2"), None)
-            writer.end_document()
-        splits[split] = writer.finish()
-    manifest = Manifest(
-        dtype="uint16",
-        vocab_size=64,
-        end_token=0,
-        tokenizer=None,
-        sources=("made for a test",),
-        num_skipped_files=0,
-        request={},
-        splits=splits,
-    )
-    (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-    return folder
+
+    def count() -> list[int]:
+        first, step, length = random.integers((1, 1, 3), (60, 4, 60))
+        return (1 + (first + step * np.arange(length)) % 63).tolist()
+
+    documents, val = ([count() for _ in range(number)] for number in (60, 20))
+    return write_folder(folder, documents, val=val, vocab_size=64)
 
 
 def train(root: Path, name: str, variant: str, **fields: Any) -> tuple[str, int]:

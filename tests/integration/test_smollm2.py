@@ -56,7 +56,7 @@ def test_smollm2_predicts_what_it_did(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CONVERT, str(tmp_path / name), str(tmp_path / "hf"), PROMPT]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": paths})
 
-    made = upcycle(tmp_path / "hf", tmp_path / "run", {"routing.first_dense": 2})
+    made = upcycle(open_model(tmp_path / "hf"), tmp_path / "run", {"routing.first_dense": 2})
     assert len(made.config.routed_layers) == 14
     ids, wanted = torch.load(tmp_path / "hf" / "logits.pt")
     model = open_model(tmp_path / "run").network

@@ -129,7 +129,7 @@ def test_it_survives_upcycling_exporting_and_coming_back(taught: Path, tmp_path:
     ids = load_tokenizer(taught)
     chat = Chat(TEMPLATE, (9,), ids.id_to_token(8), ids.id_to_token(9))
     run, out = tmp_path / "run", tmp_path / "out"
-    made = upcycle(taught, run, {"routing.capacity": 0.5})
+    made = upcycle(open_model(taught), run, {"routing.capacity": 0.5})
     assert made.source.chat == open_model(run).chat == read_chat(run) == chat
     export_model(
         open_model(run).network,
@@ -151,7 +151,7 @@ def test_it_survives_upcycling_exporting_and_coming_back(taught: Path, tmp_path:
 
 
 def test_generate_ends_with_the_answer(taught: Path, tmp_path: Path) -> None:
-    upcycle(taught, tmp_path / "run", {"routing.capacity": 0.5})
+    upcycle(open_model(taught), tmp_path / "run", {"routing.capacity": 0.5})
     model = open_model(tmp_path / "run").network
     with torch.no_grad():
         # nothing but the end of an answer

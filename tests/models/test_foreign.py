@@ -99,7 +99,7 @@ def test_rope_theta_of_older_releases(llama: Path) -> None:
         ({"rope_scaling": {"type": "linear", "factor": "two"}}, "type 'linear' and no number 'fac"),
         (
             {"rope_scaling": {"type": "linear", "factor": -2}},
-            r"rope_factors = \[-2.0\] must be pos",
+            r"rope_factors = -2.0 must be greater than 0",
         ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "of type 'yarn', which cannot"),
         ({"rope_scaling": "none of it", "hidden_act": "gelu"}, "the activation 'gelu'"),

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from depthmix import flops
-from depthmix.models import StoredModel, foreign, open_model
-from depthmix.models.upcycle import upcycle
+from depthmix.models import foreign, open_model
+from depthmix.models.upcycle import check_upcycle, upcycle
 from depthmix.models.vocabulary import find_end
 from depthmix.runs.folder import RunDir
 from foreign_models import make_foreign, write_foreign
@@ -23,7 +23,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_run_is_the_dense_model_where_nothing_is_skipped(dense: Path, tmp_path: Path) -> None:
-    made = upcycle(dense, tmp_path / "run", ROUTING)
+    made = upcycle(open_model(dense), tmp_path / "run", ROUTING)
     model = open_model(tmp_path / "run").network
     assert model.config == made.config == open_model(tmp_path / "run").config
     assert made.config.routed_layers == (1, 3)
@@ -39,7 +39,7 @@ def test_the_run_is_the_dense_model_where_nothing_is_skipped(dense: Path, tmp_pa
 
 
 def test_it_says_what_it_did(dense: Path, tmp_path: Path) -> None:
-    made = upcycle(dense, tmp_path / "run", ROUTING)
+    made = upcycle(open_model(dense), tmp_path / "run", ROUTING)
     first, second, third = made.describe()
     num_new = flops.num_parameters(made.config).total
     num_new -= flops.num_parameters(made.config.dense_twin()).total
@@ -53,7 +53,7 @@ def test_it_says_what_it_did(dense: Path, tmp_path: Path) -> None:
 
 
 def test_the_folder_knows_its_tokenizer_and_its_origin(dense: Path, tmp_path: Path) -> None:
-    upcycle(dense, tmp_path / "run", ROUTING)
+    upcycle(open_model(dense), tmp_path / "run", ROUTING)
     run = RunDir.open(tmp_path / "run")
     (start,) = run.read_json("provenance.json")["starts"]
     assert start["data"]["upcycled"] == "llama"
@@ -65,44 +65,45 @@ def test_the_folder_knows_its_tokenizer_and_its_origin(dense: Path, tmp_path: Pa
 
 def test_fields_may_be_changed_where_they_are_routing(dense: Path, tmp_path: Path) -> None:
     changes = {"routing.every": 1, "routing.capacity": "linear", "max_seq_len": "32"}
-    made = upcycle(dense, tmp_path / "run", {**ROUTING, **changes})
+    shorter = open_model(dense, max_seq_len=32)
+    made = upcycle(shorter, tmp_path / "run", {**ROUTING, **changes})
     assert made.config.max_seq_len == 32
     assert len(made.config.routed_layers) == 4
     assert "capacity 0.85 to 0.15" in made.describe()[1]
     with pytest.raises(ValueError, match="only fields of routing may be changed"):
-        upcycle(dense, tmp_path / "other", {**ROUTING, "width": 64, "head_width": 8})
+        upcycle(open_model(dense), tmp_path / "other", {**ROUTING, "width": 64, "head_width": 8})
     # whose tensors would all fit, and which would be another function
     rope = (("rope_theta", 9.0), ("rope_factors", (2.0,)))
     for name, value in (*rope, ("norm_eps", 0.1), ("max_seq_len", 128)):
         with pytest.raises(ValueError, match=f"{name} = .* only fields of routing may be changed"):
-            upcycle(dense, tmp_path / "other", {**ROUTING, name: value})
+            upcycle(open_model(dense), tmp_path / "other", {**ROUTING, name: value})
     heads = {"num_heads": 2, "num_kv_heads": 1, "head_width": 16}
     with pytest.raises(ValueError, match=r"num_heads = 2 .* only fields of routing"):
-        upcycle(dense, tmp_path / "other", {**ROUTING, **heads})
+        upcycle(open_model(dense), tmp_path / "other", {**ROUTING, **heads})
     assert not (tmp_path / "other").exists()
 
 
 def test_what_cannot_be_upcycled_is_refused(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="leaves the model dense"):
-        upcycle(dense, tmp_path / "run", {"routing.strategy": "none"})
+        upcycle(open_model(dense), tmp_path / "run", {"routing.strategy": "none"})
     with pytest.raises(ValueError, match="leave none of the 4 blocks"):
-        upcycle(dense, tmp_path / "run", {"routing.first_dense": 4})
+        upcycle(open_model(dense), tmp_path / "run", {"routing.first_dense": 4})
     with pytest.raises(ValueError, match="there is no run or model at"):
-        upcycle(tmp_path / "nowhere", tmp_path / "run", ROUTING)
+        upcycle(open_model(tmp_path / "nowhere"), tmp_path / "run", ROUTING)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="is no model"):
-        upcycle(tmp_path / "empty", tmp_path / "run", ROUTING)
+        upcycle(open_model(tmp_path / "empty"), tmp_path / "run", ROUTING)
     assert not (tmp_path / "run").exists()
-    upcycle(dense, tmp_path / "run", ROUTING)
+    upcycle(open_model(dense), tmp_path / "run", ROUTING)
     with pytest.raises(ValueError, match="already holds a run"):
-        upcycle(dense, tmp_path / "run", ROUTING)
+        upcycle(open_model(dense), tmp_path / "run", ROUTING)
     with pytest.raises(ValueError, match="routes already"):
-        upcycle(tmp_path / "run", tmp_path / "again", ROUTING)
+        upcycle(open_model(tmp_path / "run"), tmp_path / "again", ROUTING)
 
 
 def test_a_dense_run_of_ours_can_be_upcycled(tmp_path: Path) -> None:
     dense = write_text_run(tmp_path, "routing.strategy=none")
-    made = upcycle(dense, tmp_path / "routed", ROUTING)
+    made = upcycle(open_model(dense), tmp_path / "routed", ROUTING)
     assert made.source.kind == "depthmix"
     model, original = open_model(tmp_path / "routed").network, open_model(dense).network
     tokens = torch.randint(300, (1, 20))
@@ -125,21 +126,17 @@ def test_chosen_blocks_route_and_weights_are_read_once(
 ) -> None:
     read, reads = foreign.read_weights, []
     monkeypatch.setattr(foreign, "read_weights", lambda *a: reads.append(a) or read(*a))
-
-    def choose(source: StoredModel) -> tuple[int, ...]:
-        assert not source.config.routed_layers
-        assert source.network.config is source.config
-        return (0, 3)
-
+    opened = open_model(dense)
     changes = {**ROUTING, "routing.capacity": (0.5, 0.25), "routing.first_dense": 4}
-    made = upcycle(dense, tmp_path / "run", changes, choose=choose)
+    # nothing here depends on the blocks that route
+    check_upcycle(opened, tmp_path / "run", changes)
+    assert not reads
+    # as whoever chooses has used it
+    assert opened.network.config is opened.config
+    made = upcycle(opened, tmp_path / "run", {**changes, "routing.layers": (0, 3)})
     assert (made.config.routed_layers, made.config.capacities) == ((0, 3), (0.5, 0.25))
     assert len(reads) == 1
+    wrong = {"routing.layers": (0, 3), "routing.capacity": (0.5, 0.3, 0.1)}
     with pytest.raises(ValueError, match="lists 3 numbers, but 2 blocks route"):
-        upcycle(
-            dense,
-            tmp_path / "other",
-            {"routing.capacity": (0.5, 0.3, 0.1)},
-            choose=lambda _: (0, 3),
-        )
+        upcycle(opened, tmp_path / "other", wrong)
     assert not (tmp_path / "other").exists()

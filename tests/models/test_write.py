@@ -53,7 +53,7 @@ def test_a_full_disk_is_no_hindrance_later(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as full:
         full.setattr(Checkpoints, "save", fill_disk)
         with pytest.raises(OSError, match=r"run' could not be written \(No space left on device\)"):
-            upcycle(dense, tmp_path / "run", {})
+            upcycle(open_model(dense), tmp_path / "run", {})
 
         def fail(self: object, folder: Path, *_: object, **__: object) -> None:
             (folder / "config.json").touch()
@@ -63,7 +63,7 @@ def test_a_full_disk_is_no_hindrance_later(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(OSError, match=r"exported' could not be written .*No space left"):
             export_model(model, tmp_path / "exported")
     assert {path.name for path in tmp_path.iterdir()} == {"dense"}
-    upcycle(dense, tmp_path / "run", {})
+    upcycle(open_model(dense), tmp_path / "run", {})
     assert open_model(tmp_path / "run").network.config.routed_layers
     export_model(model, tmp_path / "exported")
     assert not list((tmp_path / "exported").glob(".*"))
@@ -105,5 +105,5 @@ def test_damaged_files_are_refused_by_a_sentence(tmp_path: Path) -> None:
     dense = write_foreign(tmp_path / "dense")
     (dense / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
-        upcycle(dense, tmp_path / "run", {})
+        upcycle(open_model(dense), tmp_path / "run", {})
     assert not (tmp_path / "run").exists()

@@ -66,7 +66,7 @@ def test_steps_approach_the_teacher_and_leave_it_alone(accumulate: int) -> None:
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     step = TrainStep(
-        model, optimizer, accumulate=accumulate, distillation=Distillation(teacher, 5.0)
+        model, optimizer, num_micro_batches=accumulate, distillation=Distillation(teacher, 5.0)
     )
     tokens = torch.randint(64, (4, 17))
     found = [step(tokens[:, :-1], tokens[:, 1:]).distilled for _ in range(12)]

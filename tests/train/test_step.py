@@ -190,7 +190,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
     for accumulate in (1, 2, 4):
         model = make_model("mod")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        result = TrainStep(model, optimizer, accumulate=accumulate)(*make_batch(model))
+        result = TrainStep(model, optimizer, num_micro_batches=accumulate)(*make_batch(model))
         weights = torch.cat([p.flatten() for p in model.parameters()])
         # each part in its own precision: the language model's is float32, routing's is the model's
         results.append((result.language_model, result.routing.loss, weights))
@@ -203,7 +203,7 @@ def test_clipping_bounds_the_update_and_tells_the_norm() -> None:
     for clip in (1e9, 0.01):
         model = make_model("mod")
         before = torch.cat([p.detach().flatten() for p in model.parameters()])
-        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), clip=clip)
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=clip)
         norm = step(*make_batch(model)).grad_norm
         assert norm is not None
         norms.append(norm.item())
@@ -220,7 +220,7 @@ def test_an_optimiser_gets_the_clipped_gradient(fused: bool, clip: float) -> Non
     model = make_model("mod", dtype=torch.float32)
     # without a memory, the optimiser's mean of the gradients is the last one
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.0, 0.9), fused=fused)
-    step, places, norms = TrainStep(model, optimizer, clip=clip), set(), []
+    step, places, norms = TrainStep(model, optimizer, max_grad_norm=clip), set(), []
     for seed in range(3):
         twin = copy.deepcopy(model)
         compute_loss(twin, *make_batch(model, seed)).total.backward()
@@ -248,7 +248,7 @@ def test_an_optimiser_gets_the_clipped_gradient(fused: bool, clip: float) -> Non
 def test_clipping_hides_nothing_that_is_not_finite(fused: bool, value: float) -> None:
     model = make_model("mod", dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-    step = TrainStep(model, optimizer, clip=1.0)
+    step = TrainStep(model, optimizer, max_grad_norm=1.0)
     model.norm.weight.register_hook(lambda grad: grad.fill_(value))
     norm = step(*make_batch(model)).grad_norm
     assert norm is not None
@@ -263,7 +263,7 @@ def test_one_optimiser_that_is_not_fused_keeps_all_from_it() -> None:
     optimizers = [
         torch.optim.SGD(params[i::2], lr=1.0, fused=fused) for i, fused in enumerate((True, False))
     ]
-    step = TrainStep(model, optimizers, clip=0.01)
+    step = TrainStep(model, optimizers, max_grad_norm=0.01)
     before = torch.cat([p.detach().flatten() for p in params])
     step(*make_batch(model))
     after = torch.cat([p.detach().flatten() for p in params])

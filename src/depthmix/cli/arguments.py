@@ -1,6 +1,7 @@
 """What a command line says: models, fields to change, and help that lists the fields.
 
-Knows the extras that a verb may need, and nothing of what it does with its arguments.
+Owns what verbs share, which do not know each other: options, checks, the extras that they may need,
+a text that is traced.
 """
 
 import sys
@@ -123,6 +124,16 @@ def check_device(device: str | None) -> None:
         raise ValueError(f"--device {device} is neither cpu nor cuda")
 
 
+def check_out(out: Path) -> None:
+    """Refuse an --out that cannot be written, before the work and not after it."""
+    if str(out) == "-":
+        raise ValueError("--out writes a file, not to the terminal: name one")
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder: name a file")
+    if not out.parent.is_dir():
+        raise ValueError(f"there is no folder {out.parent} for --out {out}: make it first")
+
+
 def read_length(overrides: Mapping[str, str]) -> int | None:
     """A `max_seq_len` among fields to change; what is no number is refused where all are."""
     length = overrides.get("max_seq_len", "")
@@ -144,6 +155,25 @@ def read_text(file: str) -> str:
     if not found:
         raise ValueError(f"--text {file} is empty: give a text with at least one character")
     return found
+
+
+def trace_text(
+    path: Path,
+    text: str,
+    checkpoint: str | None = None,
+    tokenizer: str | None = None,
+    max_tokens: int | None = None,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Trace a model over the text of a file."""
+    # what can be wrong is asked before torch takes its seconds to load
+    check_device(device)
+    words = read_text(text)
+    from depthmix.eval.trace import trace_model
+    from depthmix.models import open_model
+
+    model = open_model(path, checkpoint=checkpoint, tokenizer=tokenizer)
+    return trace_model(model, words, text=text, max_tokens=max_tokens, device=device)
 
 
 @contextmanager

@@ -2,20 +2,11 @@
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from depthmix.cli.arguments import FIELDS_ALLOWED, RunFieldsCommand, app, split_arguments
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from depthmix.config import RunConfig
-    from depthmix.train.memory import Estimate
-
-# sizes of GPUs to compare with, as their makers call them
-GPU_BYTES = {"80 GB": 80e9, "141 GB": 141e9}
 
 
 @app.command(cls=RunFieldsCommand, context_settings=FIELDS_ALLOWED)
@@ -66,7 +57,7 @@ def plan_memory(
         overrides["train.seq_len"] = str(seq_len)
     run = RunConfig.from_overrides(load_config(names[0]), overrides)
     # after what can be wrong: torch takes seconds to load
-    from depthmix.train.memory import Cluster, estimate_run
+    from depthmix.train.memory import Cluster, estimate_run, print_estimates
 
     rates = (flops_per_second, nvlink * 1e9 / 8, network * 1e9 / 8)
     found = [estimate_run(run, Cluster(count, gpus_per_node, *rates)) for count in counts]
@@ -95,73 +86,3 @@ def split_counts(
     if len(counts) < len(texts):
         raise ValueError(f"--gpus {' '.join(texts)} must be whole numbers of GPUs, such as 8 64")
     return counts, rest
-
-
-def print_estimates(
-    name: str, run: "RunConfig", estimates: Sequence["Estimate"], console: "Console"
-) -> None:
-    """A table with a column for each number of GPUs, and under it what was assumed."""
-    from rich import box
-    from rich.table import Table
-
-    from depthmix import flops
-    from depthmix.units import format_number
-
-    rows = [list_rows(estimate) for estimate in estimates]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
-    table.add_column(name, overflow="fold")
-    for estimate in estimates:
-        count = estimate.cluster.num_gpus
-        table.add_column(f"{count} GPU{'s' if count > 1 else ''}", justify="right", overflow="fold")
-    for label in rows[0]:
-        table.add_row(label, *(cells[label] for cells in rows))
-    cluster = estimates[0].cluster
-    total = format_number(flops.num_parameters(run.model).total)
-    lines = (
-        f"{total} parameters, {run.train.batch_size} x {run.seq_len} tokens a step; "
-        f"nothing here was measured on GPUs",
-        table,
-        f"Assumed: {cluster.flops_per_second / 1e12:g} TFLOP/s of a GPU, nodes of "
-        f"{cluster.gpus_per_node}, {cluster.nvlink_bytes_per_second / 1e9:g} GB/s inside, "
-        f"{cluster.network_bytes_per_second / 1e9:g} GB/s of network for each GPU. A total fits "
-        f"where it is at most 90 % of the GPU. Activations are an estimate.",
-    )
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=isinstance(line, str))
-
-
-def list_rows(estimate: "Estimate") -> dict[str, str]:
-    """A column of the table: label → what stands there."""
-    from depthmix.units import format_bytes, format_seconds
-
-    memory, traffic, compute = estimate.memory, estimate.traffic, estimate.compute_seconds
-    longest, both = max(compute, traffic.seconds), compute + traffic.seconds
-    recomputes = memory.activations == estimate.activations_recomputed
-    other = estimate.activations_kept if recomputes else estimate.activations_recomputed
-    return {
-        "weights shared by": f"{estimate.shard_size}",
-        "sequences at a time": f"{estimate.num_rows}",
-        "parameters": format_bytes(memory.parameters),
-        "gradients": format_bytes(memory.gradients),
-        "optimiser state": format_bytes(memory.optimizer),
-        "layers in flight": format_bytes(memory.gathered),
-        "activations": format_bytes(memory.activations),
-        "logits and head": format_bytes(memory.loss),
-        "total of one GPU": format_bytes(memory.total),
-        **{
-            f"  fits {name}": "yes" if estimate.fits(size) else "no"
-            for name, size in GPU_BYTES.items()
-        },
-        f"  {'without' if recomputes else 'with'} checkpointing": format_bytes(
-            memory.total - memory.activations + other
-        ),
-        "host memory of a node": format_bytes(estimate.host_bytes),
-        "a checkpoint": format_bytes(estimate.checkpoint_bytes),
-        "  all that are kept": format_bytes(estimate.disk_bytes),
-        "received: all-gather": format_bytes(traffic.all_gather_bytes),
-        "  reduce-scatter": format_bytes(traffic.reduce_scatter_bytes),
-        "  all-reduce": format_bytes(traffic.all_reduce_bytes),
-        "computing": format_seconds(compute),
-        "communicating": format_seconds(traffic.seconds),
-        "a step": f"{format_seconds(longest)} to {format_seconds(both)}",
-    }

@@ -117,10 +117,10 @@ def sample(
         raise ValueError("--logprobs are told with --json: add it")
     texts = read_prompts(prompt, file)
     from depthmix.infer import SamplingParams
+    from depthmix.interrupt import Interrupt
     from depthmix.models import open_model
     from depthmix.sample import start_sampler
     from depthmix.sample.show import Show
-    from depthmix.train.interrupt import Interrupt
 
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k}
     options |= {"top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}

@@ -1,10 +1,9 @@
-"""The verb about many runs: a table of what is planned, a bar, and how it ended."""
+"""The verb that trains all runs of a plan, and says how that ended."""
 
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,15 +20,9 @@ from depthmix.cli.arguments import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.console import Console
 
-    from depthmix.sweep.execute import Summary, SweepProgress
-    from depthmix.sweep.folders import Standing
-    from depthmix.sweep.plan import PlannedRun
-
-STATES = {"start": "new", "resume": "to resume", "nothing": "finished"}
+    from depthmix.sweep.execute import Summary
 
 
 @app.command(cls=RunFieldsCommand, context_settings=FIELDS_ALLOWED)
@@ -81,9 +74,9 @@ def sweep(
       depthmix sweep isoflop --dry-run
       depthmix sweep isoflop --size gpu --data data --out runs/isoflop --jobs 4
     """
-    from depthmix.sweep.execute import Executor
-    from depthmix.sweep.folders import find_mixed_data, look_at_runs, measure_speed
-    from depthmix.sweep.plan import expand_plan, load_plan, plan_names
+    from depthmix.sweep.execute import Executor, show_runs
+    from depthmix.sweep.folders import find_mixed_data, look_at_runs, measure_speed, print_plan
+    from depthmix.sweep.plan import check_vocabulary, expand_plan, load_plan, plan_names
 
     names, overrides = split_arguments(arguments or [], train=True)
     if len(names) != 1:
@@ -160,16 +153,6 @@ def find_vocab_size(data: Path | None, default: int | None) -> int:
     return Corpus.open(data).vocab_size
 
 
-def check_vocabulary(runs: Sequence["PlannedRun"], vocab_size: int) -> None:
-    """Refuse models that do not know all ids of the data."""
-    for run in runs:
-        if run.config.model.vocab_size < vocab_size:
-            raise ValueError(
-                f"{run.name}: its vocab_size is {run.config.model.vocab_size}, and the data has "
-                f"{vocab_size} ids: take vocab_size away, or make it at least that"
-            )
-
-
 def prepare_once(vocab_size: int, console: "Console") -> Path:
     """Make the default corpus before runs that start together would each make it."""
     from depthmix.data.default import prepare_default
@@ -177,74 +160,6 @@ def prepare_once(vocab_size: int, console: "Console") -> Path:
 
     with show_progress(console) as report:
         return prepare_default(vocab_size, progress=report)
-
-
-def print_plan(
-    description: str,
-    runs: Sequence["PlannedRun"],
-    standings: Mapping[str, "Standing"],
-    console: "Console",
-    speed: int | float | None,
-    is_guess: bool = False,
-    *,
-    num_jobs: int,
-) -> None:
-    """A row for each run, and under them what all will take; `speed` is of all jobs together."""
-    from rich import box
-    from rich.table import Table
-
-    from depthmix.units import format_estimate, format_flops, format_number, format_power
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
-    table.add_column("run", overflow="fold")
-    for title in ("parameters", "steps", "FLOPs", "time", "state"):
-        table.add_column(title, justify="right")
-    for run in runs:
-        seconds = speed and run.flops / speed * num_jobs
-        table.add_row(
-            run.name,
-            format_number(run.num_parameters),
-            f"{run.num_steps}",
-            format_power(run.flops),
-            format_estimate(seconds) if seconds else "-",
-            STATES[standings[run.name].todo],
-        )
-    left = [run for run in runs if standings[run.name].todo != "nothing"]
-    flops = sum(run.flops - standings[run.name].flops for run in left)
-    told = f"{len(runs)} runs, {len(left)} to train, {format_flops(flops)}"
-    if speed and left:
-        told += f", about {format_estimate(flops / speed)} at {speed / 1e12:.3g} TFLOP/s"
-        told += ", as the plan guesses" if is_guess else ""
-    elif left:
-        told += "; the time is known when a run has finished, or from --tflops"
-    for line in filter(None, (description, table, told)):
-        console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
-
-
-@contextmanager
-def show_runs(
-    console: "Console", total_flops: int | float, num_left: int
-) -> "Iterator[Callable[[SweepProgress], None]]":
-    """One bar for all runs, by FLOPs, and a line for each run that ended; gives where to report."""
-    from depthmix.progress import show_bar
-    from depthmix.units import format_flops
-
-    told: set[str] = set()
-    # runs come at different speeds: minutes say more about what is left than seconds
-    with show_bar(console, speed_seconds=600) as bar:
-
-        def report(progress: "SweepProgress") -> None:
-            ended = {name: "finished" for name in progress.finished}
-            ended |= {name: "failed" for name in progress.failed}
-            for name in [name for name in ended if name not in told]:
-                told.add(name)
-                say(console, f"{ended[name]}: {name} ({len(told)} of {num_left})")
-            verb, end = ("stopping", "stopped") if progress.stopping else ("training", "done")
-            running = f"{verb} {len(progress.running)}" if progress.running else end
-            words = f"{progress.done_flops / total_flops:>4.0%} of {format_flops(total_flops)}"
-            bar.update(running, progress.done_flops, total_flops, words)
-
-        yield report
 
 
 def end_sweep(

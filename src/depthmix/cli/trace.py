@@ -1,7 +1,7 @@
 """The verb that writes down what a router does with a text."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,8 +13,8 @@ from depthmix.cli.arguments import (
     PlainCommand,
     TokenizerPlace,
     app,
-    check_device,
-    read_text,
+    check_out,
+    trace_text,
 )
 
 
@@ -39,52 +39,9 @@ def trace(
     For example:
       depthmix trace runs/demo-20261115-142233 --text README.md --out trace.json
     """
-    from depthmix.report.traces import write_trace
+    from depthmix.report.traces import tell_trace, write_trace
 
-    check_folder(out)
+    check_out(out)
     found = trace_text(model, text, checkpoint, tokenizer, max_tokens, device)
     write_trace(found, out)
-    print(f"{out}: {describe(found)}")
-
-
-def trace_text(
-    path: Path,
-    text: str,
-    checkpoint: str | None = None,
-    tokenizer: str | None = None,
-    max_tokens: int | None = None,
-    device: str | None = None,
-) -> dict[str, Any]:
-    """Trace a model over the text of a file."""
-    # what can be wrong is asked before torch takes its seconds to load
-    check_device(device)
-    words = read_text(text)
-    from depthmix.eval.trace import trace_model
-    from depthmix.models import open_model
-
-    model = open_model(path, checkpoint=checkpoint, tokenizer=tokenizer)
-    return trace_model(model, words, text=text, max_tokens=max_tokens, device=device)
-
-
-def describe(trace: dict[str, Any]) -> str:
-    """A trace in a line."""
-    from depthmix.report.traces import measure_rule
-
-    windows, rules = len(trace["window_starts"]), trace["rules"]
-    parts = [f"{len(trace['tokens']):,} tokens in {windows} window{'' if windows == 1 else 's'}"]
-    for name, rule in rules.items():
-        told = measure_rule(trace, name)
-        share = sum(told["share_routed"]) / len(told["share_routed"])
-        loss = "" if told["mean_loss"] is None else f", loss {told['mean_loss']:.3f}"
-        parts.append(f"{rule['label']} routes {share:.1%}{loss}")
-    return "; ".join(parts)
-
-
-def check_folder(out: Path) -> None:
-    """Refuse a place that cannot be written, before the work and not after it."""
-    if str(out) == "-":
-        raise ValueError("--out writes a file, not to the terminal: name one")
-    if out.is_dir():
-        raise ValueError(f"--out {out} is a folder: name a file")
-    if not out.parent.is_dir():
-        raise ValueError(f"there is no folder {out.parent} for --out {out}: make it first")
+    print(f"{out}: {tell_trace(found)}")

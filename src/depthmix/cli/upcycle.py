@@ -1,7 +1,6 @@
 """The verb that makes a Mixture-of-Depths of a dense checkpoint."""
 
 import shlex
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,15 +12,13 @@ from depthmix.cli.arguments import (
     FieldsCommand,
     app,
     check_device,
+    read_length,
     read_text,
     split_arguments,
 )
 
 if TYPE_CHECKING:
     from depthmix.models import StoredModel
-
-# of the text that says which blocks are missed least; it is read in windows
-MIN_TOKENS, MAX_TOKENS, WINDOW = 64, 2048, 512
 
 
 @app.command(cls=FieldsCommand, context_settings=FIELDS_ALLOWED)
@@ -77,10 +74,6 @@ def upcycle(
         raise ValueError(f"'{names[0]}' is no field: write FIELD=VALUE")
     given: dict[str, Any] = {"routing.capacity": capacity, "routing.every": every}
     given |= {"routing.first_dense": first_dense, "routing.gate": gate}
-    from depthmix.models.upcycle import TOLD_LENGTH
-    from depthmix.models.upcycle import upcycle as make_run
-
-    choose = None
     if least is None:
         unused = [name for name, value in (("--text", text), ("--device", device)) if value]
         if unused:
@@ -93,8 +86,16 @@ def upcycle(
             raise ValueError("give --least or routing.layers, and not both")
         if least < 1:
             raise ValueError(f"--least {least} must be at least 1")
-        choose = partial(choose_blocks, count=least, texts=text, device=device)
-    made = make_run(source, out, {**given, **overrides}, choose=choose)
+    from depthmix.models import open_model
+    from depthmix.models.upcycle import TOLD_LENGTH, check_upcycle
+    from depthmix.models.upcycle import upcycle as make_run
+
+    given |= overrides
+    opened = open_model(source, max_seq_len=read_length(overrides))
+    if least is not None:
+        check_upcycle(opened, out, given)
+        given["routing.layers"] = choose_blocks(opened, least, text or [], device)
+    made = make_run(opened, out, given)
     place, length = shlex.quote(str(out)), min(TOLD_LENGTH, made.config.max_seq_len)
     for line in made.describe():
         print(line)
@@ -109,38 +110,21 @@ def upcycle(
 
 
 def choose_blocks(
-    source: "StoredModel", *, count: int, texts: list[str], device: str | None
+    source: "StoredModel", count: int, files: list[str], device: str | None
 ) -> tuple[int, ...]:
     """The blocks that some text misses least, with a bar while they are looked for."""
     from rich.console import Console
 
-    from depthmix.eval.blocks import find_least_blocks
-    from depthmix.eval.perplexity import read_texts
+    from depthmix.eval.blocks import measure_least
     from depthmix.progress import show_bar
-    from depthmix.world import choose_device
 
-    num_layers = source.config.num_layers
-    if count > num_layers:
-        raise ValueError(f"{count} blocks cannot route: {source.path} has {num_layers}")
-    texts = [read_text(file) for file in texts]
-    stream = read_texts(texts, *source.vocabulary, MAX_TOKENS)
-    if len(stream.tokens) < MIN_TOKENS:
-        raise ValueError(
-            f"--text has {len(stream.tokens)} tokens, which says little about a block: give "
-            f"{MIN_TOKENS} or more, better {MAX_TOKENS:,}"
-        )
-    network, console = source.network.to(choose_device(device)), Console(stderr=True)
-    with show_bar(console, gone=True) as bar:
-        least = find_least_blocks(
-            network,
-            stream,
+    with show_bar(Console(stderr=True), gone=True) as bar:
+        least = measure_least(
+            source,
+            (read_text(file) for file in files),
             count,
+            device=device,
             report=lambda done, total: bar.update("leaving out blocks", done, total),
-            seq_len=WINDOW,
         )
-    told = ", ".join(f"{each.loss:.3f} (block {each.layer})" for each in least.found)
-    print(
-        f"blocks left out one by one, the loss of {len(stream.tokens) - 1:,} tokens rises from "
-        f"{least.whole:.3f} to {told}"
-    )
-    return tuple(sorted(each.layer for each in least.found))
+    print(least.tell())
+    return least.layers

@@ -7,8 +7,16 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli.arguments import Checkpoint, Device, MaxTokens, PlainCommand, TokenizerPlace, app
-from depthmix.cli.trace import check_folder, describe, trace_text
+from depthmix.cli.arguments import (
+    Checkpoint,
+    Device,
+    MaxTokens,
+    PlainCommand,
+    TokenizerPlace,
+    app,
+    check_out,
+    trace_text,
+)
 
 
 @app.command(cls=PlainCommand)
@@ -44,12 +52,12 @@ def view(
       depthmix view runs/demo-20261115-142233 --text README.md --out readme.html
     """
     from depthmix.files import replace_file
-    from depthmix.report.traces import read_trace
+    from depthmix.report.traces import read_trace, tell_trace
     from depthmix.report.view import write_page
 
     if out is None:
         out = Path("trace.html") if source.is_dir() else source.with_suffix(".html")
-    check_folder(out)
+    check_out(out)
     if source.is_file():
         options = {"--text": text, "--checkpoint": checkpoint, "--tokenizer": tokenizer}
         options |= {"--max-tokens": max_tokens, "--device": device}
@@ -58,14 +66,14 @@ def view(
             raise ValueError(f"{source} is a trace already: leave out {', '.join(given)}")
         with _explain_damage(source):
             found = read_trace(source)
-            page, told = write_page(found), describe(found)
+            page, told = write_page(found), tell_trace(found)
     elif text is None and source.is_dir():
         raise ValueError(f"{source} is a folder: say with --text FILE what its model shall read")
     elif text is None:
         raise ValueError(f"there is no trace '{source}': 'depthmix trace' writes one")
     else:
         found = trace_text(source, text, checkpoint, tokenizer, max_tokens, device)
-        page, told = write_page(found), describe(found)
+        page, told = write_page(found), tell_trace(found)
     replace_file(out, page)
     print(f"{out}: {told}")
 

@@ -5,7 +5,13 @@ planning, counting and `--help` stay instant.
 """
 
 from depthmix.config.choices import CAUSAL_SELECTORS, GATES, SELECTORS, STRATEGIES
-from depthmix.config.model import ExpertsConfig, ModelConfig, RoutingConfig, num_kept
+from depthmix.config.model import (
+    ExpertsConfig,
+    ModelConfig,
+    RoutingConfig,
+    count_share,
+    num_kept,
+)
 from depthmix.config.presets import (
     load_config,
     load_preset,
@@ -27,6 +33,7 @@ __all__ = [
     "Recipe",
     "RoutingConfig",
     "RunConfig",
+    "count_share",
     "load_config",
     "load_preset",
     "load_run_config",

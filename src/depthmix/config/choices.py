@@ -29,6 +29,19 @@ class Strategy(NamedTuple):
     """Whether the router learns to decide causally without a loss for it."""
     is_final: bool = False
     """Whether a token that was not kept does not come back, so that capacities must not rise."""
+    is_balanced: bool = False
+    """Whether a loss draws the share of kept tokens to the capacity, which nothing else holds."""
+
+
+class ExpertStrategy(NamedTuple):
+    """A way to bring tokens and experts together."""
+
+    meaning: str
+    """For `--help`."""
+    has_target: bool = False
+    """Whether experts choose, each its highest scores, which a causal head can learn."""
+    tokens_choose: bool = False
+    """Whether tokens choose, each its best experts, over whom a loss has to spread them."""
 
 
 STRATEGIES: Mapping[str, Strategy] = {
@@ -41,6 +54,7 @@ STRATEGIES: Mapping[str, Strategy] = {
         label="token choice",
         kind="token_choice",
         trains_router=True,
+        is_balanced=True,
     ),
     "stochastic": Strategy("chance, as a control", "random", "stochastic", is_random=True),
     "early_exit": Strategy(
@@ -67,10 +81,10 @@ GATES: Mapping[str, str] = {
 }
 """What multiplies the update of a token with the score r."""
 
-EXPERT_STRATEGIES: Mapping[str, str] = {
-    "none": "one MLP",
-    "expert_choice": "experts take tokens",
-    "token_choice": "tokens take experts",
+EXPERT_STRATEGIES: Mapping[str, ExpertStrategy] = {
+    "none": ExpertStrategy("one MLP"),
+    "expert_choice": ExpertStrategy("experts take tokens", has_target=True),
+    "token_choice": ExpertStrategy("tokens take experts", tokens_choose=True),
 }
 
 SELECTORS = ("topk", "predictor", "router", "all")
@@ -80,4 +94,6 @@ CAUSAL_SELECTORS = ("predictor", "router", "all")
 
 StrategyName = Annotated[str, Choices({name: s.meaning for name, s in STRATEGIES.items()})]
 GateName = Annotated[str, Choices(GATES)]
-ExpertStrategyName = Annotated[str, Choices(EXPERT_STRATEGIES)]
+ExpertStrategyName = Annotated[
+    str, Choices({name: s.meaning for name, s in EXPERT_STRATEGIES.items()})
+]

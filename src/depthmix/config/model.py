@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from depthmix.config import fields
 from depthmix.config.choices import (
     CAUSAL_SELECTORS,
+    EXPERT_STRATEGIES,
     SELECTORS,
     STRATEGIES,
     ExpertStrategyName,
@@ -30,7 +31,11 @@ NumLayers = Annotated[Count, Bounds(most=10_000)]
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingConfig:
-    """Which blocks route, how many tokens each keeps, and how the decision is taken."""
+    """Which blocks route, how many tokens each keeps, and how the decision is taken.
+
+    >>> RoutingConfig(strategy="expert_choice", capacity=0.25).causal_head
+    'predictor'
+    """
 
     strategy: StrategyName = "none"
     """Which tokens a routed block keeps."""
@@ -93,7 +98,12 @@ class RoutingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Expert MLPs in place of a block's MLP: MoE, and Mixture-of-Depths-and-Experts."""
+    """Expert MLPs in place of a block's MLP: MoE, and Mixture-of-Depths-and-Experts.
+
+    >>> experts = ExpertsConfig(strategy="expert_choice", num_experts=4, every=3)
+    >>> ModelConfig(experts=experts).expert_layers
+    (2, 5, 8, 11)
+    """
 
     strategy: ExpertStrategyName = "none"
     """Who chooses."""
@@ -125,9 +135,19 @@ class ExpertsConfig:
         fields.coerce(self, "experts.")
 
     @property
+    def has_target(self) -> bool:
+        """Whether experts choose their tokens, which is something that a causal head can learn."""
+        return EXPERT_STRATEGIES[self.strategy].has_target
+
+    @property
+    def tokens_choose(self) -> bool:
+        """Whether tokens choose their experts, over whom a loss spreads them."""
+        return EXPERT_STRATEGIES[self.strategy].tokens_choose
+
+    @property
     def has_predictor(self) -> bool:
         """Whether blocks with experts carry a predictor."""
-        return self.predictor and self.strategy == "expert_choice"
+        return self.predictor and self.has_target
 
 
 class Shape(NamedTuple):
@@ -141,7 +161,14 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer, its depth routing and its experts."""
+    """A decoder-only transformer, its depth routing and its experts.
+
+    >>> config = ModelConfig(width=256, routing=RoutingConfig(strategy="expert_choice"))
+    >>> config.routed_layers
+    (1, 3, 5, 7, 9, 11)
+    >>> config.override({"routing.every": 4}).routed_layers
+    (3, 7, 11)
+    """
 
     vocab_size: Count = 16384
     """Number of token ids."""
@@ -169,7 +196,7 @@ class ModelConfig:
     """Use the embedding matrix as the output head."""
     rope_theta: Positive[float] = 10000.0
     """Base of the rotary position frequencies."""
-    rope_factors: tuple[float, ...] | None = None
+    rope_factors: tuple[Positive[float], ...] | None = None
     """Divides them: one number all alike, or Llama 3's factor, low, high and first length."""
     norm_eps: Positive[float] = 1e-6
     """Epsilon inside every RMSNorm."""
@@ -239,8 +266,7 @@ class ModelConfig:
             return None
         experts = self.experts
         wanted = [self.routing.causal_head] if self.routed_layers else ["predictor", "router"]
-        chosen_by_experts = self.expert_layers and experts.strategy == "expert_choice"
-        if chosen_by_experts and experts.aux_loss_weight == 0:
+        if self.expert_layers and experts.has_target and experts.aux_loss_weight == 0:
             # nothing taught the experts' router that its scores should be positive for its choices
             wanted = [head for head in wanted if head != "router"]
         known = (head for head in wanted if head and self.find_selector_problem(head) is None)
@@ -250,8 +276,8 @@ class ModelConfig:
     def needs_selector_to_decode(self) -> bool:
         """Whether the training rule looks at more of the sequence than a cache holds."""
         experts = self.experts
-        limited = experts.strategy == "token_choice" and experts.capacity < experts.per_token
-        experts_look = experts.strategy == "expert_choice" or limited
+        limited = experts.tokens_choose and experts.capacity < experts.per_token
+        experts_look = experts.has_target or limited
         return bool(self.routed_layers) or (bool(self.expert_layers) and experts_look)
 
     def find_selector_problem(self, selector: str | None) -> str | None:
@@ -270,7 +296,7 @@ class ModelConfig:
                     f"selector 'predictor' needs a predictor: set routing.predictor = true (with "
                     f"{say_targets()} routing), or use selector 'router'"
                 )
-            if self.experts.strategy == "expert_choice" and not self.experts.predictor:
+            if self.experts.has_target and not self.experts.predictor:
                 return (
                     "selector 'predictor' needs the experts' predictor too: set "
                     "experts.predictor = true, or use selector 'router'"
@@ -298,6 +324,17 @@ class ModelConfig:
                 f"{advice}"
             )
         return self.causal_selector
+
+    def list_rules(self) -> dict[str, str | None]:
+        """Name of each rule that the model is judged by → its selector, the training's own first.
+
+        `dense` is the only one where nothing is chosen by looking ahead; else `topk`, which is the
+        training's, and `causal` where a head was trained for it.
+        """
+        if not self.needs_selector_to_decode:
+            return {"dense": None}
+        causal = self.causal_selector
+        return {"topk": None} | ({} if causal is None else {"causal": causal})
 
     def dense_twin(self) -> "ModelConfig":
         """The same model with every token through every block."""
@@ -335,9 +372,14 @@ class ModelConfig:
         return fields.from_json(ModelConfig, text)
 
 
+def count_share(share: float, count: int) -> int:
+    """A share of so many, rounded up; the small slack keeps 0.07 · 100 from becoming 8."""
+    return math.ceil(share * count - 1e-9)
+
+
 def num_kept(capacity: float, num_tokens: int) -> int:
-    """k = ceil(C·T), at least one; the small slack keeps 0.07 · 100 from becoming 8."""
-    return max(1, math.ceil(capacity * num_tokens - 1e-9))
+    """k = ceil(C·T), at least one."""
+    return max(1, count_share(capacity, num_tokens))
 
 
 def say_targets() -> str:
@@ -373,8 +415,6 @@ def _rope_problems(config: ModelConfig) -> Iterator[str]:
     given = f"rope_factors = {list(factors)}"
     if len(factors) not in (1, 4):
         yield f"{given} must be one number, or four: factor, low, high and first length"
-    elif not all(0 < number < math.inf for number in factors):
-        yield f"{given} must be positive numbers"
     elif len(factors) == 4 and factors[1] >= factors[2]:
         yield f"{given} must have a low frequency factor, the second, below the high one, the third"
 
@@ -445,9 +485,9 @@ def _expert_problems(config: ModelConfig, experts: ExpertsConfig) -> Iterator[st
             f"experts: choose at most {config.num_layers}"
         )
     choices = experts.num_experts + experts.num_noop
-    if experts.strategy == "token_choice" and experts.per_token > choices:
+    if experts.tokens_choose and experts.per_token > choices:
         yield f"experts.per_token = {experts.per_token} is more than the {choices} experts"
-    most = experts.num_experts if experts.strategy == "expert_choice" else experts.per_token
+    most = experts.num_experts if experts.has_target else experts.per_token
     if not 0 < experts.capacity <= most:
         yield f"experts.capacity = {experts.capacity} must lie in (0, {most}]"
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from depthmix.config import fields
 from depthmix.config.fields import Bounds, Count, NotNegative, Positive, Share
-from depthmix.config.model import ModelConfig
+from depthmix.config.model import ModelConfig, count_share
 
 BASE_WIDTH = 32
 # what a run stops by, one of them
@@ -34,7 +34,11 @@ Beta = Annotated[Share, Bounds(below=1, hint="1 would never learn")]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything about a training run that is not the model or the data."""
+    """Everything about a training run that is not the model or the data.
+
+    >>> Recipe(steps=100, learning_rate=3e-3, final_rate_share=0.2).rate_at(99, 100)
+    0.2
+    """
 
     OLD_NAMES: ClassVar[Mapping[str, str]] = {
         "accumulate": "num_micro_batches",
@@ -168,12 +172,12 @@ class Recipe:
 
     def rate_at(self, step: int, num_steps: int) -> float:
         """Learning rate of a step, as a share of the highest; a decay ends at final_rate_share."""
-        num_warmup = _round_up(self.warmup_share * num_steps)
+        num_warmup = count_share(self.warmup_share, num_steps)
         if step < num_warmup:
             return (step + 1) / num_warmup
         num_falling = 0 if self.schedule == "constant" else num_steps - num_warmup
         if self.schedule == "wsd":
-            num_falling = min(num_falling, _round_up(self.decay_share * num_steps))
+            num_falling = min(num_falling, count_share(self.decay_share, num_steps))
         num_left = num_steps - 1 - step
         if num_left >= num_falling:
             return 1.0
@@ -186,7 +190,14 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A model and how it is trained: what a run's config.toml holds."""
+    """A model and how it is trained: what a run's config.toml holds.
+
+    >>> run = RunConfig(model=load_preset("tiny"), train=Recipe(steps=100, batch_size=8))
+    >>> run.tokens_per_step
+    512
+    >>> run.override({"routing.capacity": 0.5, "train.seq_len": 32}).tokens_per_step
+    256
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model; its fields are written without a prefix on the command line."""
@@ -297,11 +308,6 @@ def _refuse_unknown(name: str) -> None:
     if unknown:
         hint = f"Did you mean '{meant[0]}'?" if meant else f"The fields are: {', '.join(recipe)}."
         raise ValueError(f"there is no configuration field '{name}'. {hint}")
-
-
-def _round_up(number: float) -> int:
-    """The slack keeps 0.07 · 100 from becoming 8."""
-    return math.ceil(number - 1e-9)
 
 
 def _find_problems(recipe: Recipe) -> Iterator[str]:

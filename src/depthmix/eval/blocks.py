@@ -1,17 +1,23 @@
 """What the blocks of a dense model are worth to a text: how its loss rises without them.
 
-Owns the order in which blocks are left out. Does not know what is done with those that are found.
+Owns the order in which blocks are left out, and how much text it takes to tell. Does not know what
+is done with those that are found.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from depthmix.eval.perplexity import Stream, measure_stream
+from depthmix.eval.perplexity import Stream, measure_stream, read_texts
+from depthmix.models import StoredModel
 from depthmix.nn import Transformer
 from depthmix.nn.block import Update
+from depthmix.world import choose_device
+
+# of a text that tells; it is read in windows
+MIN_TOKENS, MAX_TOKENS, WINDOW = 64, 2048, 512
 
 
 class LeftOut(NamedTuple):
@@ -29,6 +35,21 @@ class LeastBlocks(NamedTuple):
     """Loss with every block."""
     found: tuple[LeftOut, ...]
     """In the order in which they were left out."""
+    num_tokens: int
+    """Of the text that told."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The blocks, in their order in the model."""
+        return tuple(sorted(each.layer for each in self.found))
+
+    def tell(self) -> str:
+        """What was found, in a sentence."""
+        told = ", ".join(f"{each.loss:.3f} (block {each.layer})" for each in self.found)
+        return (
+            f"blocks left out one by one, the loss of {self.num_tokens - 1:,} tokens rises from "
+            f"{self.whole:.3f} to {told}"
+        )
 
 
 class _Absent(nn.Module):
@@ -36,6 +57,31 @@ class _Absent(nn.Module):
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Update:
         return Update(torch.zeros_like(x), None)
+
+
+def measure_least(
+    source: StoredModel,
+    texts: Iterable[str],
+    count: int,
+    *,
+    device: str | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> LeastBlocks:
+    """The `count` blocks of a model that texts miss least; refuses texts that are too short.
+
+    `texts` are read when nothing else is left to refuse, `report` is as in `find_least_blocks`.
+    """
+    num_layers = source.config.num_layers
+    if count > num_layers:
+        raise ValueError(f"{count} blocks cannot route: {source.path} has {num_layers}")
+    stream = read_texts(list(texts), *source.vocabulary, MAX_TOKENS)
+    if len(stream.tokens) < MIN_TOKENS:
+        raise ValueError(
+            f"--text has {len(stream.tokens)} tokens, which says little about a block: give "
+            f"{MIN_TOKENS} or more, better {MAX_TOKENS:,}"
+        )
+    network = source.network.to(choose_device(device))
+    return find_least_blocks(network, stream, count, report=report, seq_len=WINDOW)
 
 
 def find_least_blocks(
@@ -79,7 +125,7 @@ def find_least_blocks(
             sure.add(layer)
         before += rises.pop(layer)
         found.append(LeftOut(layer, before))
-    return LeastBlocks(whole, tuple(found))
+    return LeastBlocks(whole, tuple(found), len(stream.tokens))
 
 
 def _measure_without(

@@ -79,7 +79,7 @@ def measure_stream(
     num_predicted = len(stream.tokens) - 1
     per_token = None if stream.num_bytes is None else stream.num_bytes / num_predicted
     rules = {}
-    for name, selector in list_rules(config).items():
+    for name, selector in config.list_rules().items():
         windows = cut_windows(stream.tokens, length, end_token)
         loss, share = _measure(model, windows, selector, batch_size)
         rules[name] = {
@@ -96,14 +96,6 @@ def measure_stream(
         "flops_of_dense": _compare_flops(config, length),
         "rules": rules,
     }
-
-
-def list_rules(config: ModelConfig) -> dict[str, str | None]:
-    """Name of each rule that a model can be judged by → its selector."""
-    if not config.needs_selector_to_decode:
-        return {"dense" if not config.routed_layers else "topk": None}
-    causal = config.causal_selector
-    return {"topk": None} | ({} if causal is None else {"causal": causal})
 
 
 def pad_rows(

@@ -90,11 +90,12 @@ def trace_tokens(
     stream = begin_document(tokens, end_token)
     device = model.embedding.weight.device
     windows = list(cut_windows(stream, config.max_seq_len, end_token if document_mask else None))
-    label = STRATEGIES[config.routing.strategy].label
-    rules = {"topk": _follow(model, windows, None, label, device)}
-    selector = config.causal_selector
-    if selector is not None:
-        rules["causal"] = _follow(model, windows, selector, "causal", device)
+    # the training's own rule goes by what the strategy is called
+    labels = {"topk": STRATEGIES[config.routing.strategy].label}
+    rules = {
+        name: _follow(model, windows, selector, labels.get(name, name), device)
+        for name, selector in config.list_rules().items()
+    }
     return {
         "format": FORMAT,
         "version": VERSION,

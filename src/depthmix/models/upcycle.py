@@ -4,14 +4,14 @@ Owns what a converted model begins as: the same function as long as every token 
 nothing of training.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from depthmix import flops
 from depthmix.checkpoint.weights import fit_weights
-from depthmix.config import ModelConfig, RunConfig, fields
-from depthmix.models.open import StoredModel, open_model
+from depthmix.config import ModelConfig, RunConfig
+from depthmix.models.open import StoredModel
 from depthmix.models.vocabulary import find_end
 from depthmix.models.write import write_run
 from depthmix.runs.folder import RunDir
@@ -60,50 +60,46 @@ class Upcycled(NamedTuple):
         ]
 
 
-def upcycle(
-    source: Path,
-    out: Path,
-    overrides: Mapping[str, Any],
-    *,
-    choose: Callable[[StoredModel], tuple[int, ...]] | None = None,
-) -> Upcycled:
+def check_upcycle(source: StoredModel, out: Path, overrides: Mapping[str, Any]) -> None:
+    """Refuse what `upcycle` would refuse whichever blocks route.
+
+    For whoever looks for these blocks, which takes time, before they are known.
+    """
+    RunDir(out).check_free()
+    path, config = source.path, source.config
+    if config.routed_layers:
+        raise ValueError(f"{path} routes already: train it with 'depthmix train --from {path}'")
+    _check_same(config, config.override({**DEFAULTS, **overrides, **DENSE}), path)
+
+
+def upcycle(source: StoredModel, out: Path, overrides: Mapping[str, Any]) -> Upcycled:
     """Make a run of a dense model with routers around some of its blocks.
 
     `overrides` are dotted fields of the model; only those of its routing may differ from the
-    source, and `max_seq_len`, which may be smaller. `choose` says which blocks route, in place of
-    fields.
+    source. A smaller `max_seq_len` is for whoever opens the source.
     """
-    RunDir(out).check_free()
-    opened = open_model(source, max_seq_len=_read_length(overrides))
-    if opened.config.routed_layers:
-        raise ValueError(f"{source} routes already: train it with 'depthmix train --from {source}'")
-    given = {**DEFAULTS, **overrides}
-    if choose is not None:
-        # choosing takes time: every field is checked before it, and what depends on the blocks
-        # that route when they are known
-        _check_same(opened.config, opened.config.override({**given, **DENSE}), source)
-        given["routing.layers"] = choose(opened)
-    config = opened.config.override(given)
+    check_upcycle(source, out, overrides)
+    config = source.config.override({**DEFAULTS, **overrides})
     if not config.routed_layers:
         raise ValueError("routing.strategy = none leaves the model dense: choose another")
-    _check_same(opened.config, config, source)
     # the same refusals as for a run, before anything is written
     run = RunConfig(model=config)
-    weights = opened.network.cpu().state_dict()
-    fitted = fit_weights(config, weights, source)
+    weights = source.network.cpu().state_dict()
+    fitted = fit_weights(config, weights, source.path)
     weights = {name: value.float() for name, value in fitted.weights.items()}
+    told = f"upcycled from {source.path}, not trained: heal it with depthmix train --from {out}"
     folder = write_run(
         out,
         run,
         weights,
-        source=opened.home,
-        end_token=find_end(opened.home),
-        chat=opened.chat,
-        reason=f"upcycled from {source}, not trained: heal it with depthmix train --from {out}",
-        upcycled=opened.kind,
+        source=source.home,
+        end_token=find_end(source.home),
+        chat=source.chat,
+        reason=told,
+        upcycled=source.kind,
     )
     num_new = sum(weights[name].numel() for name in fitted.new)
-    return Upcycled(folder, opened, config, num_new)
+    return Upcycled(folder, source, config, num_new)
 
 
 def _check_same(dense: ModelConfig, config: ModelConfig, source: Path) -> None:
@@ -116,9 +112,3 @@ def _check_same(dense: ModelConfig, config: ModelConfig, source: Path) -> None:
                 f"{name} = {after} is {before} in {source}: only fields of routing may be changed, "
                 f"and max_seq_len to a smaller one"
             )
-
-
-def _read_length(overrides: Mapping[str, Any]) -> int | None:
-    if "max_seq_len" not in overrides:
-        return None
-    return fields.override(ModelConfig(), {"max_seq_len": overrides["max_seq_len"]}).max_seq_len

@@ -90,7 +90,15 @@ class LayerCache:
 
 
 class Cache:
-    """The caches of all layers, and how many tokens each row has seen."""
+    """The caches of all layers, and how many tokens each row has seen.
+
+    >>> model = Transformer(load_preset("tiny"))
+    >>> cache = Cache(model.config, batch_size=1, num_tokens=16)
+    >>> prompt = model(torch.tensor([[1, 2, 3]]), selector="predictor", cache=cache)
+    >>> after = model(prompt.logits[:, -1:].argmax(-1), selector="predictor", cache=cache)
+    >>> int(cache.seen), after.logits.shape
+    (4, torch.Size([1, 1, 256]))
+    """
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from depthmix.config import ModelConfig, num_kept
 from depthmix.kernels import compute_type, multiply_groups, pack_tokens
 from depthmix.nn.layers import activate, input_width
 from depthmix.nn.router import Predictor, Router
-from depthmix.nn.routing import Candidates, count_places, count_share, expert_choice
+from depthmix.nn.routing import Candidates, count_places, count_share_of_rows, expert_choice
 
 
 class ExpertRouting(NamedTuple):
@@ -80,7 +80,7 @@ class Experts(nn.Module):
         probs_BTE = probs_BTC[..., :num_experts]
         predicted_BTE = None if self.predictor is None else self.predictor(x)
         target_BTE = None
-        if self.config.strategy == "token_choice":
+        if self.config.tokens_choose:
             pairs, chosen_BTC, kept_BTE = self._follow_tokens(probs_BTC, present, selector, compact)
         else:
             if selector in (None, "topk"):
@@ -148,7 +148,7 @@ class Experts(nn.Module):
             wanted_BTn = wanted_BTn & present[:, :, None]
         if selector in (None, "topk") and config.capacity < config.per_token:
             num_places = num_kept(config.capacity, num_tokens)
-            limit = count_share(config.capacity, present, num_tokens)
+            limit = count_share_of_rows(config.capacity, present, num_tokens)
             fits_BP = wanted_BTn.flatten(1).cumsum(dim=1) <= limit
             wanted_BTn = wanted_BTn & fits_BP.view_as(wanted_BTn)
         else:

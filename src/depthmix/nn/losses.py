@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from depthmix.config import ExpertsConfig, ModelConfig
+from depthmix.config import STRATEGIES, ExpertsConfig, ModelConfig
 from depthmix.kernels import linear_cross_entropy, mean_cross_entropy
 from depthmix.nn.experts import ExpertRouting
 from depthmix.nn.routing import Routing
@@ -127,17 +127,17 @@ def routing_loss(
         router, predictor = _score_heads(
             [r.logits for r in deciders], [r.predictor_logits for r in deciders], deciders, present
         )
-    if deciders and routing.strategy == "token_choice":
+    if deciders and STRATEGIES[routing.strategy].is_balanced:
         shares = [*config.capacities, *[routing.kv_capacity] * (len(deciders) - len(routings))]
         balances = [_balance_depth(r, share) for r, share in zip(deciders, shares, strict=True)]
         balance = torch.stack(balances).mean()
-    if choices and experts.strategy == "expert_choice":
+    if choices and experts.has_target:
         present = [None if r.present is None else r.present[..., None] for r in choices]
         logits = [r.logits[..., : experts.num_experts] for r in choices]
         expert_router, expert_predictor = _score_heads(
             logits, [r.predictor_logits for r in choices], choices, present
         )
-    if choices and experts.strategy == "token_choice":
+    if choices and experts.tokens_choose:
         shares = expert_shares(experts, choices[0].logits.device)
         expert_balance = torch.stack(
             [balance_loss(r.logits.softmax(-1), r.chosen, shares, r.present) for r in choices]

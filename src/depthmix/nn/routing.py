@@ -3,7 +3,6 @@
 Owns the `Routing` value that a routed block returns. Knows no parameters, and not what a block is.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from depthmix.config import num_kept
+from depthmix.config import count_share, num_kept
 from depthmix.kernels import pack_tokens, select_topk
 
 
@@ -27,7 +26,13 @@ class Kept(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """What one routed block decided, returned beside its output."""
+    """What one routed block decided, returned beside its output.
+
+    >>> model = Transformer(load_preset("tiny", **{"routing.capacity": 0.25}))
+    >>> first, _ = model(torch.arange(8)[None]).routings
+    >>> first.index.shape, int((first.slot >= 0).sum())
+    (torch.Size([1, 2]), 2)
+    """
 
     index: Int[Tensor, "B K"]
     """Token in each place."""
@@ -83,7 +88,7 @@ def expert_choice(scores: Float[Tensor, "B T"], capacity: float, candidates: Can
         scores = scores.masked_fill(candidates.forced, torch.inf)
     if allowed_BT is not None:
         scores = scores.masked_fill(~allowed_BT, -torch.inf)
-        limit = count_share(capacity, candidates.present, scores.shape[1])
+        limit = count_share_of_rows(capacity, candidates.present, scores.shape[1])
         counts_B = allowed_BT.sum(dim=1, keepdim=True).clamp(max=limit).squeeze(1)
     index_BK, slot_BT = select_topk(scores, num_places, counts_B)
     if counts_B is None:
@@ -107,10 +112,10 @@ def survivors(candidates: Candidates, previous: Routing | None) -> Candidates:
 def token_choice(scores: Float[Tensor, "B T"], capacity: float, candidates: Candidates) -> Kept:
     """Keep tokens whose own score is positive, in order, while there are places: causal."""
     kept_BT, num_tokens = _want(scores, candidates), scores.shape[1]
-    limit = count_share(capacity, candidates.present, num_tokens)
+    limit = count_share_of_rows(capacity, candidates.present, num_tokens)
     if candidates.forced is not None:
         others_BT = kept_BT & ~candidates.forced
-        room = limit - count_share(candidates.reserved, candidates.present, num_tokens)
+        room = limit - count_share_of_rows(candidates.reserved, candidates.present, num_tokens)
         kept_BT = kept_BT & (candidates.forced | (others_BT.cumsum(dim=1) <= room))
     return _pack(kept_BT & (kept_BT.cumsum(dim=1) <= limit), num_kept(capacity, num_tokens))
 
@@ -187,10 +192,11 @@ def _pack(kept: Bool[Tensor, "B T"], num_places: int) -> Kept:
     return Kept(index_BK, slot_BT, place_K < kept.sum(dim=1, keepdim=True))
 
 
-def count_share(
+def count_share_of_rows(
     share: float, present: Bool[Tensor, "B T"] | None, num_tokens: int
 ) -> int | Int[Tensor, "B 1"]:
     """ceil(share·T), T being each row's real tokens; one number where all are."""
     if present is None:
-        return math.ceil(share * num_tokens - 1e-9)
+        return count_share(share, num_tokens)
+    # the same slack as there
     return (present.sum(dim=1, keepdim=True).double() * share - 1e-9).ceil().long()

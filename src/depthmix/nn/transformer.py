@@ -33,7 +33,12 @@ class Hidden(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What the model returns."""
+    """What the model returns.
+
+    >>> logits, routings, _ = Transformer(load_preset("tiny"))(torch.tensor([[1, 2, 3]]))
+    >>> logits.shape, len(routings)
+    (torch.Size([1, 3, 256]), 2)
+    """
 
     logits: Float[Tensor, "B T V"]
     routings: tuple[Routing, ...]
@@ -57,7 +62,12 @@ class ModelCache(Protocol):
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer in which some blocks are Mixtures-of-Depths."""
+    """A decoder-only transformer in which some blocks are Mixtures-of-Depths.
+
+    >>> model = Transformer(load_preset("tiny"))
+    >>> model(torch.tensor([[1, 2, 3]]), selector="predictor").logits.shape
+    torch.Size([1, 3, 256])
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

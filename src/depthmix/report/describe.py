@@ -218,7 +218,7 @@ def _tell_experts(config: ModelConfig) -> str:
     if not layers:
         return NONE
     noop = f" + {experts.num_noop} no-op" if experts.num_noop else ""
-    chosen = f", {experts.per_token} per token" if experts.strategy == "token_choice" else ""
+    chosen = f", {experts.per_token} per token" if experts.tokens_choose else ""
     return (
         f"{experts.num_experts}{noop} of width {config.shape.expert_width} in blocks "
         f"{format_ranges(layers)}; {experts.strategy}{chosen}, capacity {experts.capacity:.4g}"

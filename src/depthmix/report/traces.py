@@ -110,6 +110,18 @@ def measure_rule(trace: Mapping[str, Any], name: str) -> dict[str, Any]:
     }
 
 
+def tell_trace(trace: Mapping[str, Any]) -> str:
+    """A trace in a line."""
+    windows, rules = len(trace["window_starts"]), trace["rules"]
+    parts = [f"{len(trace['tokens']):,} tokens in {windows} window{'' if windows == 1 else 's'}"]
+    for name, rule in rules.items():
+        told = measure_rule(trace, name)
+        share = sum(told["share_routed"]) / len(told["share_routed"])
+        loss = "" if told["mean_loss"] is None else f", loss {told['mean_loss']:.3f}"
+        parts.append(f"{rule['label']} routes {share:.1%}{loss}")
+    return "; ".join(parts)
+
+
 def compare_rules(trace: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """How causal decisions meet those of top-k, for each block; None without a causal head."""
     if "causal" not in trace["rules"]:

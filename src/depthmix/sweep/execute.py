@@ -1,7 +1,8 @@
 """Planned runs as processes: so many at once, each `depthmix train` in its own folder.
 
-Owns starting, retrying, and stopping them. A run that fails is tried once more and then left; a
-signal is passed on, so that every run saves. Knows nothing of what is trained.
+Owns starting, retrying, and stopping them, and the bar for all of them. A run that fails is tried
+once more and then left; a signal is passed on, so that every run saves. Knows nothing of what is
+trained.
 """
 
 import os
@@ -10,15 +11,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
-from typing import IO, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from depthmix.files import replace_file
+from depthmix.interrupt import Interrupt
+from depthmix.progress import show_bar
 from depthmix.sweep.folders import LOG, PLANNED, Standing, is_finished, read_flops, read_log_end
 from depthmix.sweep.plan import PlannedRun
+from depthmix.units import format_flops
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 MAX_TRIES = 2
 POLL_SECONDS = 0.5
@@ -31,8 +37,6 @@ GRACE_SECONDS = 60.0
 
 # the command that trains; arguments of a run follow
 TRAIN = (sys.executable, "-m", "depthmix", "train")
-
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SweepProgress(NamedTuple):
@@ -96,8 +100,7 @@ class Executor:
         self.jobs: list[_Job] = []
         self.finished: list[str] = []
         self.failed: dict[str, list[str]] = {}
-        self.signals: list[int] = []
-        """What was received; the first is a wish, an interrupt after it kills."""
+        self.interrupt = Interrupt(raises=False)
         self.refusals: dict[str, str] = {}
         """The last words of a run that was refused before its first step → its name."""
         self._has_passed_on = False
@@ -108,31 +111,29 @@ class Executor:
         poll_seconds: float | None = None,
     ) -> Summary:
         """Train until nothing is left, or somebody wants it to stop."""
-        before = {
-            number: signal.signal(number, self._receive)
-            for number in _STOPPING
-            # what is ignored stays so: nohup means that a closed terminal is none of our business
-            if signal.getsignal(number) is not signal.SIG_IGN
-        }
-        try:
-            while self.jobs or (self.waiting and not self.signals):
-                self._pass_on_signals()
-                self._collect_ended()
-                while self.waiting and len(self.jobs) < self.num_jobs and not self.signals:
-                    self._start(self.waiting.pop(0))
-                if report is not None:
-                    report(self._measure())
-                if self.jobs:
-                    time.sleep(POLL_SECONDS if poll_seconds is None else poll_seconds)
-        except BaseException:
-            self._ask_to_end()
-            raise
-        finally:
-            # whatever went wrong here, nothing is left behind
-            self._kill()
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        return Summary(tuple(self.finished), self.failed, self.signals[0] if self.signals else None)
+        with self.interrupt:
+            try:
+                while self.jobs or (self.waiting and not self.stopping):
+                    self._pass_on_signals()
+                    self._collect_ended()
+                    while self.waiting and len(self.jobs) < self.num_jobs and not self.stopping:
+                        self._start(self.waiting.pop(0))
+                    if report is not None:
+                        report(self._measure())
+                    if self.jobs:
+                        time.sleep(POLL_SECONDS if poll_seconds is None else poll_seconds)
+            except BaseException:
+                self._ask_to_end()
+                raise
+            finally:
+                # whatever went wrong here, nothing is left behind
+                self._kill()
+        return Summary(tuple(self.finished), self.failed, self.interrupt.signal)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether somebody wants it to stop."""
+        return self.interrupt.signal is not None
 
     def _start(self, run: PlannedRun) -> None:
         path = self.folder / run.folder
@@ -178,7 +179,7 @@ class Executor:
             if is_finished(path, run.num_steps):
                 self.finished.append(run.name)
                 self.flops[run.name] = run.flops
-            elif self.signals:
+            elif self.stopping:
                 self.flops[run.name] = read_flops(path)
             elif self.num_tries[run.name] < MAX_TRIES:
                 self._check_refusal(job)
@@ -211,21 +212,19 @@ class Executor:
             running=tuple(job.run.name for job in self.jobs),
             finished=tuple(self.finished),
             failed=tuple(self.failed),
-            stopping=bool(self.signals),
+            stopping=self.stopping,
         )
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.signals.append(number)
 
     def _pass_on_signals(self) -> None:
         """The first signal goes to every run; an interrupt after it ends them all."""
-        if signal.SIGINT in self.signals[1:]:
+        first = self.interrupt.signal
+        if self.interrupt.at_once:
             self._kill()
-        elif self.signals and not self._has_passed_on:
+        elif first is not None and not self._has_passed_on:
             self._has_passed_on = True
             for job in self.jobs:
                 with suppress(ProcessLookupError):
-                    job.process.send_signal(self.signals[0])
+                    job.process.send_signal(first)
 
     def _ask_to_end(self) -> None:
         """Give runs the time to save."""
@@ -233,7 +232,7 @@ class Executor:
             job.process.terminate()
         last = time.monotonic() + GRACE_SECONDS
         while any(job.process.poll() is None for job in self.jobs) and time.monotonic() < last:
-            if signal.SIGINT in self.signals:
+            if signal.SIGINT in self.interrupt.signals:
                 break
             time.sleep(0.05)
 
@@ -246,3 +245,27 @@ class Executor:
                     os.killpg(job.process.pid, signal.SIGKILL)
             job.process.wait()
             job.log.close()
+
+
+@contextmanager
+def show_runs(
+    console: "Console", total_flops: int | float, num_left: int
+) -> Iterator[Callable[[SweepProgress], None]]:
+    """One bar for all runs, by FLOPs, and a line for each run that ended; gives where to report."""
+    told: set[str] = set()
+    # runs come at different speeds: minutes say more about what is left than seconds
+    with show_bar(console, speed_seconds=600) as bar:
+
+        def report(progress: SweepProgress) -> None:
+            ended = {name: "finished" for name in progress.finished}
+            ended |= {name: "failed" for name in progress.failed}
+            for name in [name for name in ended if name not in told]:
+                told.add(name)
+                sentence = f"{ended[name]}: {name} ({len(told)} of {num_left})"
+                console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+            verb, end = ("stopping", "stopped") if progress.stopping else ("training", "done")
+            running = f"{verb} {len(progress.running)}" if progress.running else end
+            words = f"{progress.done_flops / total_flops:>4.0%} of {format_flops(total_flops)}"
+            bar.update(running, progress.done_flops, total_flops, words)
+
+        yield report

@@ -1,20 +1,23 @@
-"""What the folders of planned runs say: what is left to do, how far each came, how fast, and why
-one failed.
+"""What the folders of planned runs say: what is left to do, how fast it goes, why a run failed.
 
-Reads run folders only; starts nothing.
+Owns the table of planned runs. Reads run folders only; starts nothing.
 """
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from depthmix.config import RunConfig
 from depthmix.config.fields import flatten
 from depthmix.runs.folder import RunDir
 from depthmix.sweep.plan import PlannedRun
+from depthmix.units import format_estimate, format_flops, format_number, format_power
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LOG = "log.txt"
 # what a run shall be, for the process that trains it
@@ -24,6 +27,7 @@ PLANNED = "planned.toml"
 _TAIL_BYTES = 2**16
 
 Todo = Literal["start", "resume", "nothing"]
+STATES: Mapping[Todo, str] = {"start": "new", "resume": "to resume", "nothing": "finished"}
 
 
 class Standing(NamedTuple):
@@ -48,6 +52,46 @@ def look_at_runs(runs: Sequence[PlannedRun], folder: Path) -> dict[str, Standing
     if problems:
         raise ValueError(problems[0])
     return found
+
+
+def print_plan(
+    description: str,
+    runs: Sequence[PlannedRun],
+    standings: Mapping[str, Standing],
+    console: "Console",
+    speed: int | float | None,
+    is_guess: bool = False,
+    *,
+    num_jobs: int,
+) -> None:
+    """A row for each run, and under them what all will take; `speed` is of all jobs together."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
+    table.add_column("run", overflow="fold")
+    for title in ("parameters", "steps", "FLOPs", "time", "state"):
+        table.add_column(title, justify="right")
+    for run in runs:
+        seconds = speed and run.flops / speed * num_jobs
+        table.add_row(
+            run.name,
+            format_number(run.num_parameters),
+            f"{run.num_steps}",
+            format_power(run.flops),
+            format_estimate(seconds) if seconds else "-",
+            STATES[standings[run.name].todo],
+        )
+    left = [run for run in runs if standings[run.name].todo != "nothing"]
+    flops = sum(run.flops - standings[run.name].flops for run in left)
+    told = f"{len(runs)} runs, {len(left)} to train, {format_flops(flops)}"
+    if speed and left:
+        told += f", about {format_estimate(flops / speed)} at {speed / 1e12:.3g} TFLOP/s"
+        told += ", as the plan guesses" if is_guess else ""
+    elif left:
+        told += "; the time is known when a run has finished, or from --tflops"
+    for line in filter(None, (description, table, told)):
+        console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
 
 
 def _look_at_run(run: PlannedRun, path: Path) -> Standing:

@@ -25,7 +25,7 @@ _SIZE_KEYS = ("name", "variants", "budgets", "seeds")
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """A plan as it was written, for one of its scales."""
 
     name: str
@@ -65,7 +65,7 @@ def plan_names() -> list[str]:
     return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name[-5:] == ".toml")
 
 
-def load_plan(source: str, scale: str | None = None) -> Plan:
+def load_plan(source: str, scale: str | None = None) -> SweepPlan:
     """A plan by its name in the package or from a .toml file, at one of its scales."""
     if source.endswith(".toml"):
         path = Path(source)
@@ -97,7 +97,7 @@ def read_plan(
     where: Path | None = None,
     *,
     default_name: str = "sweep",
-) -> Plan:
+) -> SweepPlan:
     """Build a plan of plain data; files that it names are looked for in the folder `where`.
 
     What a scale says goes before what stands at the top; common fields are put together.
@@ -124,7 +124,7 @@ def read_plan(
     if where is not None:
         preset = str(where / preset) if preset.endswith(".toml") else preset
         data = str(where / data) if data else data
-    return Plan(
+    return SweepPlan(
         name=_check_name(_read_text(tree, "name", default_name)),
         description=_read_text(tree, "description", ""),
         preset=preset,
@@ -282,7 +282,7 @@ class PlannedRun(NamedTuple):
 
 
 def expand_plan(
-    plan: Plan, overrides: Mapping[str, Any] | None = None, *, vocab_size: int | None = None
+    plan: SweepPlan, overrides: Mapping[str, Any] | None = None, *, vocab_size: int | None = None
 ) -> list[PlannedRun]:
     """Every run of a plan, by budget, variant and size; or a list of all that is wrong with it.
 
@@ -313,7 +313,17 @@ def expand_plan(
     return found
 
 
-def _list_cells(plan: Plan) -> Iterator[tuple[float, str, Size]]:
+def check_vocabulary(runs: Sequence[PlannedRun], vocab_size: int) -> None:
+    """Refuse models that do not know all ids of the data."""
+    for run in runs:
+        if run.config.model.vocab_size < vocab_size:
+            raise ValueError(
+                f"{run.name}: its vocab_size is {run.config.model.vocab_size}, and the data has "
+                f"{vocab_size} ids: take vocab_size away, or make it at least that"
+            )
+
+
+def _list_cells(plan: SweepPlan) -> Iterator[tuple[float, str, Size]]:
     for budget in plan.budgets:
         for variant in plan.variants:
             for size in plan.sizes:
@@ -322,7 +332,7 @@ def _list_cells(plan: Plan) -> Iterator[tuple[float, str, Size]]:
 
 
 def _plan_run(
-    plan: Plan,
+    plan: SweepPlan,
     model: ModelConfig,
     variant: str,
     budget: float,

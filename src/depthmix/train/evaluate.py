@@ -36,10 +36,10 @@ def validate(
     of tokens that no block kept. Beside them the gates of the kept tokens, a tensor for each routed
     block. `run_model` is a `Root`: it calls a function with the model.
     """
-    selectors: dict[str, str | None] = {"loss": None}
-    if config.needs_selector_to_decode:
-        causal = config.causal_selector
-        selectors = {"loss_topk": None} | ({} if causal is None else {"loss_causal": causal})
+    selectors = {
+        "loss" if rule == "dense" else f"loss_{rule}": selector
+        for rule, selector in config.list_rules().items()
+    }
     sums: dict[str, Tensor] = {}
     weights: list[list[Tensor]] = [[] for _ in config.routed_layers]
     count = 0

@@ -22,6 +22,7 @@ from depthmix.checkpoint import (
 )
 from depthmix.data.loader import Batch, Loader, prefetch
 from depthmix.data.shards import Corpus
+from depthmix.interrupt import Interrupt
 from depthmix.models import StoredModel
 from depthmix.nn import Transformer
 from depthmix.runs.folder import RunDir, State
@@ -29,7 +30,6 @@ from depthmix.train import parallel
 from depthmix.train.batches import TokenBatch, make_val_loader, move_batch, read_val_batches
 from depthmix.train.distill import open_distillation
 from depthmix.train.evaluate import bits_per_byte, validate
-from depthmix.train.interrupt import Interrupt
 from depthmix.train.log import Logger, SilentLogger
 from depthmix.train.lora import add_adapters, collect_parts, restore_parts
 from depthmix.train.meter import Meter, MetricSums, check_finite
@@ -108,8 +108,8 @@ class Trainer:
             precision=self.precision,
             compile=whole,
             cuda_graph=graph,
-            clip=recipe.max_grad_norm,
-            accumulate=recipe.num_micro_batches,
+            max_grad_norm=recipe.max_grad_norm,
+            num_micro_batches=recipe.num_micro_batches,
             root=self.root,
             distillation=None if teacher is None else open_distillation(teacher, run, device),
         )

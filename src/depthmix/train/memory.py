@@ -10,11 +10,15 @@ device.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from depthmix import flops
 from depthmix.config import ModelConfig, Recipe, RunConfig, num_kept
 from depthmix.kernels.cross_entropy import CHUNK_TOKENS
+from depthmix.units import format_bytes, format_number, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 FLOAT32 = 4
 
@@ -151,16 +155,7 @@ def _list_saved(
     # each pair: what goes in, the inside, what comes out, and its weighted sum
     weighted = width * (element if sizes.compiled else FLOAT32)
     pair = 2 * width * element + sizes.hidden(config.shape.expert_width) + weighted
-    yield _count_pairs(config, kept) * pair
-
-
-def _count_pairs(config: ModelConfig, num_tokens: int) -> int:
-    """(token, expert) places of one sequence."""
-    experts = config.experts
-    if experts.strategy == "expert_choice":
-        share = experts.capacity / experts.num_experts
-        return experts.num_experts * num_kept(share, num_tokens)
-    return num_kept(min(experts.capacity, experts.per_token), num_tokens)
+    yield flops.count_expert_pairs(config, kept) * pair
 
 
 # a parameter's share of a checkpoint: itself in float32, and AdamW's two moments
@@ -169,6 +164,9 @@ STATE_BYTES = 3 * FLOAT32
 # a ring's step inside a node and between nodes, as NCCL's own cost model has them
 # (src/graph/tuning.cc: Ring, Simple)
 STEP_SECONDS, NODE_STEP_SECONDS = 3.4e-6, 9.6e-6
+
+# sizes of GPUs to compare with, as their makers call them
+GPU_BYTES = {"80 GB": 80e9, "141 GB": 141e9}
 
 # the share of a GPU that may be planned: its context, NCCL's buffers and gaps need the rest
 USABLE = 0.9
@@ -309,6 +307,71 @@ def estimate_run(run: RunConfig, cluster: Cluster) -> Estimate:
         compute_seconds=compute / num_gpus / cluster.flops_per_second,
         padding=shard_size * local / num_parameters - 1,
     )
+
+
+def print_estimates(
+    name: str, run: RunConfig, estimates: Sequence[Estimate], console: "Console"
+) -> None:
+    """A table with a column for each number of GPUs, and under it what was assumed."""
+    from rich import box
+    from rich.table import Table
+
+    rows = [list_rows(estimate) for estimate in estimates]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
+    table.add_column(name, overflow="fold")
+    for estimate in estimates:
+        count = estimate.cluster.num_gpus
+        table.add_column(f"{count} GPU{'s' if count > 1 else ''}", justify="right", overflow="fold")
+    for label in rows[0]:
+        table.add_row(label, *(cells[label] for cells in rows))
+    cluster = estimates[0].cluster
+    total = format_number(flops.num_parameters(run.model).total)
+    lines = (
+        f"{total} parameters, {run.train.batch_size} x {run.seq_len} tokens a step; "
+        f"nothing here was measured on GPUs",
+        table,
+        f"Assumed: {cluster.flops_per_second / 1e12:g} TFLOP/s of a GPU, nodes of "
+        f"{cluster.gpus_per_node}, {cluster.nvlink_bytes_per_second / 1e9:g} GB/s inside, "
+        f"{cluster.network_bytes_per_second / 1e9:g} GB/s of network for each GPU. A total fits "
+        f"where it is at most 90 % of the GPU. Activations are an estimate.",
+    )
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=isinstance(line, str))
+
+
+def list_rows(estimate: Estimate) -> dict[str, str]:
+    """A column of the table: label → what stands there."""
+    memory, traffic, compute = estimate.memory, estimate.traffic, estimate.compute_seconds
+    longest, both = max(compute, traffic.seconds), compute + traffic.seconds
+    recomputes = memory.activations == estimate.activations_recomputed
+    other = estimate.activations_kept if recomputes else estimate.activations_recomputed
+    return {
+        "weights shared by": f"{estimate.shard_size}",
+        "sequences at a time": f"{estimate.num_rows}",
+        "parameters": format_bytes(memory.parameters),
+        "gradients": format_bytes(memory.gradients),
+        "optimiser state": format_bytes(memory.optimizer),
+        "layers in flight": format_bytes(memory.gathered),
+        "activations": format_bytes(memory.activations),
+        "logits and head": format_bytes(memory.loss),
+        "total of one GPU": format_bytes(memory.total),
+        **{
+            f"  fits {name}": "yes" if estimate.fits(size) else "no"
+            for name, size in GPU_BYTES.items()
+        },
+        f"  {'without' if recomputes else 'with'} checkpointing": format_bytes(
+            memory.total - memory.activations + other
+        ),
+        "host memory of a node": format_bytes(estimate.host_bytes),
+        "a checkpoint": format_bytes(estimate.checkpoint_bytes),
+        "  all that are kept": format_bytes(estimate.disk_bytes),
+        "received: all-gather": format_bytes(traffic.all_gather_bytes),
+        "  reduce-scatter": format_bytes(traffic.reduce_scatter_bytes),
+        "  all-reduce": format_bytes(traffic.all_reduce_bytes),
+        "computing": format_seconds(compute),
+        "communicating": format_seconds(traffic.seconds),
+        "a step": f"{format_seconds(longest)} to {format_seconds(both)}",
+    }
 
 
 def _check(recipe: Recipe, cluster: Cluster) -> None:

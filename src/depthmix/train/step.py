@@ -89,8 +89,8 @@ class TrainStep:
         precision: torch.dtype | None = None,
         compile: bool = False,
         cuda_graph: bool = False,
-        clip: float = 0.0,
-        accumulate: int = 1,
+        max_grad_norm: float = 0.0,
+        num_micro_batches: int = 1,
         root: Root | None = None,
         distillation: Distillation | None = None,
     ) -> None:
@@ -98,13 +98,13 @@ class TrainStep:
 
         `cuda_graph` records a whole step once and replays it: the CPU then launches one graph
         instead of a thousand kernels. It needs an optimiser made with `capturable=True`, and
-        batches of one shape. `clip` is the largest norm of the gradient, 0 for none; `accumulate`
-        cuts a batch into so many smaller ones. `root` holds the model where it is sharded.
+        batches of one shape. `max_grad_norm` is the largest norm of the gradient, 0 for any; a
+        batch is cut into `num_micro_batches`. `root` holds the model where it is sharded.
         `distillation` is a teacher to learn from.
         """
         self.model, self.precision = model, precision
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self.clip, self.accumulate = clip, accumulate
+        self.max_grad_norm, self.num_micro_batches = max_grad_norm, num_micro_batches
         # without a teacher the plain function: nothing more to trace and to guard
         taught = distillation is not None
         self.compute_loss: Callable[..., StepLoss] = (
@@ -114,7 +114,7 @@ class TrainStep:
         # tensor for good, since a recorded step finds it by its place
         fused = all(g.get("fused") for o in self.optimizers for g in o.param_groups)
         device = model.embedding.weight.device
-        self.divisor = torch.ones((), device=device) if clip > 0 and fused else None
+        self.divisor = torch.ones((), device=device) if max_grad_norm > 0 and fused else None
         self.root: Callable[..., StepLoss] = root or Root(model)
         if compile:
             self.root = torch.compile(self.root, fullgraph=True)
@@ -143,13 +143,15 @@ class TrainStep:
             torch._dynamo.reset()
 
     def _step(self, *inputs: Tensor | None) -> StepLoss:
-        parts = [t.chunk(self.accumulate) if t is not None else None for t in inputs]
+        parts = [t.chunk(self.num_micro_batches) if t is not None else None for t in inputs]
         results = [
             self._accumulate(*(t[i] if t is not None else None for t in parts))
-            for i in range(self.accumulate)
+            for i in range(self.num_micro_batches)
         ]
         result = results[0] if len(results) == 1 else tree_map(_average, *results)
-        norm = clip_gradients(self.model, self.clip, self.divisor) if self.clip > 0 else None
+        norm = None
+        if self.max_grad_norm > 0:
+            norm = clip_gradients(self.model, self.max_grad_norm, self.divisor)
         for optimizer in self.optimizers:
             # where torch's fused optimisers look for it; no other of their steps is to see it
             optimizer.grad_scale = self.divisor  # pyrefly: ignore[missing-attribute]
@@ -162,7 +164,8 @@ class TrainStep:
         device = self.model.embedding.weight.device.type
         with torch.autocast(device, dtype=self.precision, enabled=self.precision is not None):
             result = self.root(self.compute_loss, *inputs)
-        (result.total if self.accumulate == 1 else result.total / self.accumulate).backward()
+        count = self.num_micro_batches
+        (result.total if count == 1 else result.total / count).backward()
         return tree_map(_detach, result)
 
     def _record(self, inputs: tuple[Tensor | None, ...]) -> "Recording":

@@ -19,8 +19,10 @@ __all__ = ["load_config", "load_preset", "load_run_config", "preset_names", "pre
 def load_preset(name: str, **overrides: Any) -> ModelConfig:
     """A configuration from the package: `60m`, its dense twin `60m-dense`.
 
-    `60m-mod` is `60m` by its full name. Overrides are fields, dotted where nested:
-    `load_preset("60m", width=768, **{"routing.capacity": 0.25})`.
+    `60m-mod` is `60m` by its full name. Overrides are fields, dotted where nested.
+
+    >>> load_preset("60m", width=768, **{"routing.capacity": 0.25}).routing.capacity
+    0.25
     """
     size, _, variant = name.rpartition("-") if name.endswith(("-dense", "-mod")) else (name, "", "")
     if size not in preset_sizes():

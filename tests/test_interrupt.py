@@ -6,7 +6,7 @@ from types import FrameType
 
 import pytest
 
-from depthmix.train.interrupt import Interrupt
+from depthmix.interrupt import Interrupt
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -40,6 +40,18 @@ def test_a_second_ctrl_c_stops_at_once() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert interrupt.signal is signal.SIGINT
+
+
+@pytest.mark.parametrize("first", SIGNALS)
+def test_a_second_ctrl_c_can_be_asked_for(first: signal.Signals) -> None:
+    with Interrupt(raises=False) as interrupt:
+        signal.raise_signal(first)
+        assert not interrupt.at_once
+        signal.raise_signal(signal.SIGTERM)
+        assert not interrupt.at_once
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.at_once
+    assert interrupt.signals == [first, signal.SIGTERM, signal.SIGINT]
 
 
 def test_a_ctrl_c_after_a_termination_stops_at_once() -> None:
