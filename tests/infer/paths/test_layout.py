@@ -15,6 +15,7 @@ from variants import make_config, make_model, make_tokens
 layout = pytest.importorskip("depthmix.infer.paths.layout")
 decode = pytest.importorskip("depthmix.kernels.decode.step")
 plan = pytest.importorskip("depthmix.kernels.decode.plan")
+stages = pytest.importorskip("depthmix.kernels.decode.stages")
 
 # the kernel wants heads of 16 at least
 SIZE: dict[str, Any] = {"width": 32, "num_heads": 2, "num_kv_heads": 1, "num_layers": 3}
@@ -154,5 +155,5 @@ def test_weights_that_moved_are_stacked_anew(replace: bool) -> None:
 
 def test_kernels_know_every_gate_and_every_causal_selector() -> None:
     """They cannot read configurations, so they have lists of their own."""
-    assert set(plan.GATES) == set(GATES)
+    assert set(stages.GATES) == set(GATES)
     assert set(plan.SELECTORS) == set(CAUSAL_SELECTORS)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from depthmix.config import ModelConfig
+from depthmix.config import STRATEGIES, ModelConfig
 from depthmix.kernels.decode.plan import Rules, Weights
 from depthmix.nn import MixtureOfDepths, Transformer
 from depthmix.nn.block import Block
@@ -99,7 +99,7 @@ def make_rules(config: ModelConfig, selector: str | None) -> Rules:
         gate=routing.gate,
         normalize=routing.normalize_input,
         first_tokens=routing.first_tokens,
-        early_exit=routing.strategy == "early_exit",
+        early_exit=STRATEGIES[routing.strategy].is_final,
     )
 
 

@@ -13,11 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthmix.kernels.decode.attention import Heads
-from depthmix.kernels.decode.stages import Cut
+from depthmix.kernels.decode.stages import GATES, Cut
 
 # shared memory that a program can have on an H200
 SHARED_BYTES = 227 * 1024
-GATES = ("raw", "sigmoid", "tanh1", "unit")
 SELECTORS = ("router", "predictor", "all")
 
 

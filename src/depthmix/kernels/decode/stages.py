@@ -14,6 +14,8 @@ from depthmix.kernels.compiling import INTERPRETED, jit
 ROUTER_EPS = tl.constexpr(1e-6)
 # neighbours in a row that one thread sums by itself: 16 bytes of bf16
 GROUP = tl.constexpr(8)
+# what `apply_gate` knows
+GATES = ("raw", "sigmoid", "tanh1", "unit")
 # below the rank of everything
 LOWEST_RANK = tl.constexpr(-(2**63))
 
