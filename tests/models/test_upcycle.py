@@ -90,7 +90,7 @@ def test_what_cannot_be_upcycled_is_refused(dense: Path, tmp_path: Path) -> None
     with pytest.raises(ValueError, match="there is no run or model at"):
         upcycle(tmp_path / "nowhere", tmp_path / "run", ROUTING)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="is no model"):
+    with pytest.raises(ValueError, match="is not a model"):
         upcycle(tmp_path / "empty", tmp_path / "run", ROUTING)
     assert not (tmp_path / "run").exists()
     upcycle(dense, tmp_path / "run", ROUTING)

@@ -1,8 +1,9 @@
-"""What a command line says: models, fields to change, and help that lists the fields.
+"""What a command line says: models, fields to change, and help that lists verbs and fields.
 
 Knows the extras that a verb may need, and nothing of what it does with its arguments.
 """
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,11 +12,44 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+# in the order of use
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "First steps": ("demo",),
+    "Train": ("presets", "describe", "prepare", "train", "runs"),
+    "Use a model": ("sample", "view", "trace", "eval"),
+    "Exchange models": ("upcycle", "export", "import"),
+    "Many runs, many GPUs": ("sweep", "report", "plan-memory"),
+}
+
+
+class Verbs(TyperGroup):
+    """All verbs, in the order of use and under headings."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of the verbs, in the order of the help."""
+        listed = [name for names in SECTIONS.values() for name in names]
+        return sorted(self.commands, key=lambda n: listed.index(n) if n in listed else len(listed))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """A list under each heading; what has none comes last."""
+        named = {name for names in SECTIONS.values() for name in names}
+        others = tuple(name for name in self.list_commands(ctx) if name not in named)
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        for heading, names in {**SECTIONS, "Other commands": others}.items():
+            present = [name for name in names if name in self.commands]
+            if present:
+                with formatter.section(heading):
+                    formatter.write_dl(
+                        [(name, self.commands[name].get_short_help_str(limit)) for name in present]
+                    )
+
 
 app = typer.Typer(
     name="depthmix",
-    help="Mixture-of-Depths transformers: describe, prepare, train, sample.",
+    cls=Verbs,
+    help="Mixture-of-Depths transformers: train, sample, look at, convert and compare them.",
     add_completion=False,
     # plain help: the rich one takes three times as long to come up
     rich_markup_mode=None,
@@ -77,8 +111,18 @@ class FieldsCommand(PlainCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """List the fields, read from the configurations' own docstrings."""
-        with formatter.section("Fields, to be written as FIELD=VALUE"):
-            formatter.write_dl(list(list_fields(train=self.train).items()))
+        from depthmix.config import ModelConfig, Recipe
+        from depthmix.config.fields import format_defaults
+
+        defaults = format_defaults(ModelConfig)
+        if self.train:
+            defaults |= format_defaults(Recipe, "train.")
+        rows = [
+            (name, f"{line} [default: {defaults[name]}]" if defaults[name] else line)
+            for name, line in list_fields(train=self.train).items()
+        ]
+        with formatter.section("Fields, written as FIELD=VALUE; presets have their own defaults"):
+            formatter.write_dl(rows)
 
 
 class RunFieldsCommand(FieldsCommand):
@@ -117,14 +161,30 @@ def split_arguments(arguments: Sequence[str], *, train: bool = False) -> ModelsA
     return ModelsAndFields(models, update_names(overrides))
 
 
+@contextmanager
+def name_flags(*fields: str, prefix: str = "") -> Iterator[None]:
+    """Let errors name the flags that were given, not the fields that these set.
+
+    `train.steps = 0 must …` becomes `--steps 0 must …`; `prefix` is what fields have before it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        for field in fields:
+            flag = f"--{field.replace('_', '-')}"
+            message = re.sub(rf"(?<![\w.-]){re.escape(prefix + field)} = ", f"{flag} ", message)
+        raise ValueError(message) from error
+
+
 def check_device(device: str | None) -> None:
-    """Refuse what is no --device; None leaves the choice."""
+    """Refuse what is not a --device; None leaves the choice."""
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device {device} is neither cpu nor cuda")
 
 
 def read_length(overrides: Mapping[str, str]) -> int | None:
-    """A `max_seq_len` among fields to change; what is no number is refused where all are."""
+    """A `max_seq_len` among fields to change; one that is not a number is refused later."""
     length = overrides.get("max_seq_len", "")
     return int(length) if length.isdecimal() else None
 
@@ -147,7 +207,7 @@ def read_text(file: str) -> str:
 
 
 @contextmanager
-def tell_missing(extra: str) -> Iterator[None]:
+def name_missing_extra(extra: str) -> Iterator[None]:
     """Say which extra has the package that an import did not find."""
     try:
         yield
@@ -158,7 +218,7 @@ def tell_missing(extra: str) -> Iterator[None]:
 
 
 def load_bridge() -> Any:
-    """The module that writes and reads transformers' folders; without them, a sentence."""
+    """The module that writes and reads transformers' folders; an error without transformers."""
     try:
         return import_module("depthmix.hf.export")
     except ImportError as error:
@@ -168,7 +228,7 @@ def load_bridge() -> Any:
 
 
 def _read_option(argument: str, following: Sequence[str], train: bool) -> tuple[str, str]:
-    """An option that is no option: a field if it carries its value, else a sentence that helps."""
+    """An unknown option: a field if it carries its value, else a sentence that helps."""
     from depthmix.config.fields import suggest
     from depthmix.config.train import update_names
 

@@ -13,8 +13,8 @@ from depthmix.cli.arguments import (
     TokenizerPlace,
     app,
     check_device,
+    name_missing_extra,
     read_text,
-    tell_missing,
 )
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def evaluate(
     selector: Annotated[
         str | None,
         typer.Option(
-            help="For tasks, who decides over depth: predictor, router, topk or all.",
+            help="For tasks, what decides over depth: predictor, router, topk or all.",
             show_default="the trained head",
         ),
     ] = None,
@@ -75,7 +75,7 @@ def evaluate(
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:
-    """Say how good a model is: on text, under top-k and causal routing, and on tasks.
+    """Measure a model on text and on tasks.
 
     Top-k chooses tokens with the future in sight; what a user of the model gets is the causal loss.
 
@@ -94,13 +94,13 @@ def evaluate(
     for_tasks = {"--include": include, "--fewshot": fewshot, "--limit": limit}
     for_tasks |= {"--selector": selector, "--chat": chat or None}
     for_text = {"--max-tokens": max_tokens, "--seq-len": seq_len}
-    for options, unused, told in (
+    for options, unused, note in (
         (for_tasks, not tasks, "for --tasks: name some, or leave it out"),
         (for_text, not reads, "for --text or --data: give one of them, or leave it out"),
     ):
         given = [name for name, value in options.items() if value not in (None, [])]
         if unused and given:
-            raise ValueError(f"{', '.join(given)} is {told}")
+            raise ValueError(f"{', '.join(given)} is {note}")
     from depthmix.models import open_model
     from depthmix.world import choose_device
 
@@ -119,7 +119,7 @@ def evaluate(
 
         found["text"] = measure_stream(network, stream, seq_len=seq_len, batch_size=batch)
     if tasks and vocabulary is not None:
-        with tell_missing("eval"):
+        with name_missing_extra("eval"):
             from depthmix.eval.tasks import TaskModel, run_tasks
 
         chosen = selector or source.config.choose_selector(None)
@@ -160,9 +160,9 @@ def describe(found: dict[str, Any]) -> list[str]:
     lines = []
     if "text" in found:
         text = found["text"]
-        told = "" if text["num_bytes"] is None else f" ({text['num_bytes']:,.0f} bytes)"
+        note = "" if text["num_bytes"] is None else f" ({text['num_bytes']:,.0f} bytes)"
         lines.append(
-            f"{found['model']}: {text['num_tokens']:,} tokens{told} in windows of "
+            f"{found['model']}: {text['num_tokens']:,} tokens{note} in windows of "
             f"{text['seq_len']:,}; forward FLOPs {text['flops_of_dense']:.1%} of dense"
         )
         for name, rule in text["rules"].items():
@@ -173,6 +173,6 @@ def describe(found: dict[str, Any]) -> list[str]:
                 line += f"  routed {rule['share_routed']:.1%}"
             lines.append(line)
     for name, metrics in found.get("tasks", {}).items():
-        told = "  ".join(f"{metric} {value:.4g}" for metric, value in metrics.items())
-        lines.append(f"{name}: {told}")
+        note = "  ".join(f"{metric} {value:.4g}" for metric, value in metrics.items())
+        lines.append(f"{name}: {note}")
     return lines

@@ -15,7 +15,7 @@ def import_(
     ],
     out: Annotated[Path, typer.Option(help="The run's folder to make.", metavar="RUN")],
 ) -> None:
-    """Make a run of a folder that transformers saved.
+    """Turn a folder that transformers saved into a run.
 
     The run has one checkpoint and can be sampled and traced.
 

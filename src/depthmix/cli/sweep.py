@@ -55,7 +55,7 @@ def sweep(
     tflops: Annotated[
         float | None,
         typer.Option(
-            help="TFLOP/s of all jobs together, to tell the time; if empty it is measured, or "
+            help="TFLOP/s of all jobs together, to estimate the time; measured if empty, or "
             "guessed by the plan until a run has finished."
         ),
     ] = None,
@@ -72,9 +72,9 @@ def sweep(
         False
     ),
 ) -> None:
-    """Train all runs of a plan, and go on where it stopped.
+    """Train all runs of a plan, or resume them.
 
-    Ctrl-C saves and stops every run; the same command goes on. Finished runs are kept.
+    Ctrl-C saves and stops every run; the same command resumes. Finished runs are kept.
 
     \b
     For example:
@@ -113,11 +113,11 @@ def sweep(
     num_left = sum(standing.todo != "nothing" for standing in standings.values())
     compare = f"compare them with: depthmix report {shlex.quote(str(folder))}"
     if not num_left:
-        say(console, f"all {len(runs)} runs are finished: there is nothing left to do; {compare}")
+        say(console, f"all runs ({len(runs)}) are finished, there is nothing left to do; {compare}")
         return
     if corpus is None:
         made = prepare_once(vocab_size, console)
-        # a run that is told of no data finds the other one by itself, on any machine
+        # without --data a run finds the default corpus by itself, on any machine
         corpus = made if plan.vocab_size else None
     options: dict[str, Any] = {"data": corpus, "device": device}
     if slurm:
@@ -138,7 +138,7 @@ def sweep(
     if mixed:
         say(console, mixed)
     end_sweep(summary, folder, num_left, again, console)
-    say(console, f"all {len(runs)} runs are finished; {compare}")
+    say(console, f"all runs ({len(runs)}) are finished; {compare}")
 
 
 def parse_parameters(texts: Sequence[str]) -> dict[str, int | str]:
@@ -193,7 +193,13 @@ def print_plan(
     from rich import box
     from rich.table import Table
 
-    from depthmix.units import format_estimate, format_flops, format_number, format_power
+    from depthmix.units import (
+        format_count,
+        format_estimate,
+        format_flops,
+        format_number,
+        format_power,
+    )
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
     table.add_column("run", overflow="fold")
@@ -211,13 +217,13 @@ def print_plan(
         )
     left = [run for run in runs if standings[run.name].todo != "nothing"]
     flops = sum(run.flops - standings[run.name].flops for run in left)
-    told = f"{len(runs)} runs, {len(left)} to train, {format_flops(flops)}"
+    totals = f"{format_count(len(runs), 'run')}, {len(left)} to train, {format_flops(flops)}"
     if speed and left:
-        told += f", about {format_estimate(flops / speed)} at {speed / 1e12:.3g} TFLOP/s"
-        told += ", as the plan guesses" if is_guess else ""
+        totals += f", about {format_estimate(flops / speed)} at {speed / 1e12:.3g} TFLOP/s"
+        totals += ", as the plan guesses" if is_guess else ""
     elif left:
-        told += "; the time is known when a run has finished, or from --tflops"
-    for line in filter(None, (description, table, told)):
+        totals += "; the time is known when a run has finished, or from --tflops"
+    for line in filter(None, (description, table, totals)):
         console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
 
 
@@ -229,16 +235,16 @@ def show_runs(
     from depthmix.progress import show_bar
     from depthmix.units import format_flops
 
-    told: set[str] = set()
+    reported: set[str] = set()
     # runs come at different speeds: minutes say more about what is left than seconds
     with show_bar(console, speed_seconds=600) as bar:
 
         def report(progress: "SweepProgress") -> None:
             ended = {name: "finished" for name in progress.finished}
             ended |= {name: "failed" for name in progress.failed}
-            for name in [name for name in ended if name not in told]:
-                told.add(name)
-                say(console, f"{ended[name]}: {name} ({len(told)} of {num_left})")
+            for name in [name for name in ended if name not in reported]:
+                reported.add(name)
+                say(console, f"{ended[name]}: {name} ({len(reported)} of {num_left})")
             verb, end = ("stopping", "stopped") if progress.stopping else ("training", "done")
             running = f"{verb} {len(progress.running)}" if progress.running else end
             words = f"{progress.done_flops / total_flops:>4.0%} of {format_flops(total_flops)}"
@@ -250,21 +256,21 @@ def show_runs(
 def end_sweep(
     summary: "Summary", folder: Path, num_left: int, again: str, console: "Console"
 ) -> None:
-    """Say what did not come to its end and how to go on, and leave with its exit code."""
+    """Say what did not finish and how to resume, and leave with the exit code for it."""
     from depthmix.sweep.folders import LOG
 
     for name, lines in summary.failed.items():
         say(console, f"{name} failed; {folder / name.partition('/')[2] / LOG} ends with:")
         say(console, "\n".join(f"  {line}" for line in lines))
     if summary.signal is not None:
-        told = f"stopped with {len(summary.finished)} of {num_left} runs finished"
-        print(f"{told}; go on with: {again}", file=sys.stderr, flush=True)
+        message = f"stopped with {len(summary.finished)} of {num_left} runs finished"
+        print(f"{message}; resume with: {again}", file=sys.stderr, flush=True)
         if summary.signal == signal.SIGINT:
             raise typer.Exit(130)
         sys.exit(128 + summary.signal)
     if summary.failed:
-        told = f"{len(summary.failed)} of {num_left} runs failed twice"
-        print(f"depthmix: {told}; try them again with: {again}", file=sys.stderr, flush=True)
+        message = f"{len(summary.failed)} of {num_left} runs failed twice"
+        print(f"depthmix: {message}; try them again with: {again}", file=sys.stderr, flush=True)
         raise typer.Exit(1)
 
 

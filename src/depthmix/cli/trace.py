@@ -1,4 +1,4 @@
-"""The verb that writes down what a router does with a text."""
+"""The verb that records what a router does with a text."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +30,7 @@ def trace(
     max_tokens: MaxTokens = None,
     device: Device = None,
 ) -> None:
-    """Write down what a trained model does with a text, token by token.
+    """Record what a model does with a text, token by token.
 
     For each token and each routed block: routed under top-k, routed under the causal rule, and the
     scores; for each token entropy and loss of the prediction. 'depthmix view' makes a page of it.
@@ -55,15 +55,28 @@ def trace_text(
     max_tokens: int | None = None,
     device: str | None = None,
 ) -> dict[str, Any]:
-    """Trace a model over the text of a file."""
-    # what can be wrong is asked before torch takes its seconds to load
+    """Trace a model over the text of a file, with a bar on stderr."""
+    # mistakes are found before torch takes its seconds to load
     check_device(device)
     words = read_text(text)
+    from rich.console import Console
+
     from depthmix.eval.trace import trace_model
     from depthmix.models import open_model
+    from depthmix.progress import show_bar
 
     model = open_model(path, checkpoint=checkpoint, tokenizer=tokenizer)
-    return trace_model(model, words, text=text, max_tokens=max_tokens, device=device)
+    with show_bar(Console(stderr=True), gone=True) as bar:
+        return trace_model(
+            model,
+            words,
+            text=text,
+            max_tokens=max_tokens,
+            device=device,
+            report=lambda done, total: bar.update(
+                "reading", done, total, f"{done:,} of {total:,} tokens"
+            ),
+        )
 
 
 def describe(trace: dict[str, Any]) -> str:
@@ -73,9 +86,9 @@ def describe(trace: dict[str, Any]) -> str:
     windows, rules = len(trace["window_starts"]), trace["rules"]
     parts = [f"{len(trace['tokens']):,} tokens in {windows} window{'' if windows == 1 else 's'}"]
     for name, rule in rules.items():
-        told = measure_rule(trace, name)
-        share = sum(told["share_routed"]) / len(told["share_routed"])
-        loss = "" if told["mean_loss"] is None else f", loss {told['mean_loss']:.3f}"
+        measured = measure_rule(trace, name)
+        share = sum(measured["share_routed"]) / len(measured["share_routed"])
+        loss = "" if measured["mean_loss"] is None else f", loss {measured['mean_loss']:.3f}"
         parts.append(f"{rule['label']} routes {share:.1%}{loss}")
     return "; ".join(parts)
 

@@ -1,6 +1,7 @@
-"""The verb that makes a Mixture-of-Depths of a dense checkpoint."""
+"""The verb that turns a dense checkpoint into a Mixture-of-Depths."""
 
 import shlex
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ from depthmix.cli.arguments import (
     FieldsCommand,
     app,
     check_device,
+    name_flags,
     read_text,
     split_arguments,
 )
@@ -20,7 +22,7 @@ from depthmix.cli.arguments import (
 if TYPE_CHECKING:
     from depthmix.models import StoredModel
 
-# of the text that says which blocks are missed least; it is read in windows
+# tokens of the text on which blocks are compared; it is read in windows
 MIN_TOKENS, MAX_TOKENS, WINDOW = 64, 2048, 512
 
 
@@ -29,7 +31,9 @@ def upcycle(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A folder with config.json and safetensors, or a dense run.", metavar="DIR"
+            help="A folder with config.json and safetensors, a dense run, or a model's name on the "
+            "Hugging Face hub.",
+            metavar="DIR|OWNER/NAME",
         ),
     ],
     out: Annotated[Path, typer.Option(help="The new run's folder.", metavar="RUN")],
@@ -44,7 +48,7 @@ def upcycle(
     least: Annotated[
         int | None,
         typer.Option(
-            help="Route so many blocks: those that --text misses least, not every n-th.",
+            help="Route this many blocks: those whose removal hurts least on --text.",
             show_default=False,
         ),
     ] = None,
@@ -61,31 +65,34 @@ def upcycle(
         str, typer.Option(help="tanh1 begins at 1, so that the dense model is unchanged.")
     ] = "tanh1",
 ) -> None:
-    """Make a Mixture-of-Depths of a dense Llama, Mistral, Qwen2, Qwen3 or SmolLM checkpoint.
+    """Turn a dense Llama, Mistral or Qwen into a routed model.
 
-    The result is a run that nobody has trained: 'depthmix train --from' heals it, 'depthmix sample'
-    and 'depthmix trace' open it.
+    Reads the families Llama (with SmolLM), Mistral, Qwen2 and Qwen3. The result is an untrained
+    run: 'depthmix train --from' heals it, 'depthmix sample' and 'depthmix trace' open it.
 
     \b
     For example:
       depthmix upcycle models/SmolLM2-135M --out runs/smol --capacity 0.125
+      depthmix upcycle HuggingFaceTB/SmolLM2-135M --out runs/smol
       depthmix upcycle SmolLM2-135M --out runs/smol --least 10 --text essay.txt
     """
     check_device(device)
     names, overrides = split_arguments(fields or [])
     if names:
-        raise ValueError(f"'{names[0]}' is no field: write FIELD=VALUE")
+        raise ValueError(f"'{names[0]}' is not a field: write FIELD=VALUE")
     given: dict[str, Any] = {"routing.capacity": capacity, "routing.every": every}
     given |= {"routing.first_dense": first_dense, "routing.gate": gate}
-    from depthmix.models.upcycle import TOLD_LENGTH
+    from depthmix.models.hub import fetch_model, is_hub_name
+    from depthmix.models.upcycle import SHOWN_LENGTH
     from depthmix.models.upcycle import upcycle as make_run
+    from depthmix.runs.folder import RunDir
 
     choose = None
     if least is None:
         unused = [name for name, value in (("--text", text), ("--device", device)) if value]
         if unused:
-            told = ", ".join(unused)
-            raise ValueError(f"{told} is for --least: say how many blocks shall route")
+            flags = ", ".join(unused)
+            raise ValueError(f"{flags} is for --least: say how many blocks to route")
     else:
         if not text:
             raise ValueError("--least needs --text: a file on which the blocks are measured")
@@ -94,8 +101,14 @@ def upcycle(
         if least < 1:
             raise ValueError(f"--least {least} must be at least 1")
         choose = partial(choose_blocks, count=least, texts=text, device=device)
-    made = make_run(source, out, {**given, **overrides}, choose=choose)
-    place, length = shlex.quote(str(out)), min(TOLD_LENGTH, made.config.max_seq_len)
+    if is_hub_name(source):
+        # before a download that may take minutes
+        RunDir(out).check_free()
+        print(f"getting {source} from the Hugging Face hub", file=sys.stderr)
+        source = fetch_model(str(source))
+    with name_flags("capacity", "every", "first_dense", "gate", prefix="routing."):
+        made = make_run(source, out, {**given, **overrides}, choose=choose)
+    place, length = shlex.quote(str(out)), min(SHOWN_LENGTH, made.config.max_seq_len)
     for line in made.describe():
         print(line)
     if made.config.routing.gate == "tanh1" and made.config.routing.init_std == 0:
@@ -111,7 +124,7 @@ def upcycle(
 def choose_blocks(
     source: "StoredModel", *, count: int, texts: list[str], device: str | None
 ) -> tuple[int, ...]:
-    """The blocks that some text misses least, with a bar while they are looked for."""
+    """The blocks whose removal hurts least on some text, with a bar while they are measured."""
     from rich.console import Console
 
     from depthmix.eval.blocks import find_least_blocks
@@ -138,9 +151,9 @@ def choose_blocks(
             report=lambda done, total: bar.update("leaving out blocks", done, total),
             seq_len=WINDOW,
         )
-    told = ", ".join(f"{each.loss:.3f} (block {each.layer})" for each in least.found)
+    losses = ", ".join(f"{each.loss:.3f} (block {each.layer})" for each in least.found)
     print(
         f"blocks left out one by one, the loss of {len(stream.tokens) - 1:,} tokens rises from "
-        f"{least.whole:.3f} to {told}"
+        f"{least.whole:.3f} to {losses}"
     )
     return tuple(sorted(each.layer for each in least.found))

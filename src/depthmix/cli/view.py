@@ -7,8 +7,11 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli.arguments import Checkpoint, Device, MaxTokens, PlainCommand, TokenizerPlace, app
+from depthmix.cli.arguments import Checkpoint, Device, PlainCommand, TokenizerPlace, app
 from depthmix.cli.trace import check_folder, describe, trace_text
+
+# tokens on a page unless asked for more: a few megabytes
+MAX_SHOWN = 16_384
 
 
 @app.command(cls=PlainCommand)
@@ -31,12 +34,18 @@ def view(
     ] = None,
     checkpoint: Checkpoint = None,
     tokenizer: TokenizerPlace = None,
-    max_tokens: MaxTokens = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens of the text; a browser takes its time with many more.",
+            show_default=f"{MAX_SHOWN:,}",
+        ),
+    ] = None,
     device: Device = None,
 ) -> None:
-    """Make a page that shows a text by the depth that each token used.
+    """Make a page of a text, shaded by the depth of each token.
 
-    It is one file that needs no other and no network: open it in a browser, send it, print it.
+    The page is a single file that works without a network: open it in a browser, send it, print it.
 
     \b
     For example:
@@ -58,16 +67,19 @@ def view(
             raise ValueError(f"{source} is a trace already: leave out {', '.join(given)}")
         with _explain_damage(source):
             found = read_trace(source)
-            page, told = write_page(found), describe(found)
+            page, summary = write_page(found), describe(found)
     elif text is None and source.is_dir():
-        raise ValueError(f"{source} is a folder: say with --text FILE what its model shall read")
+        raise ValueError(f"{source} is a folder: name a text for its model with --text FILE")
     elif text is None:
         raise ValueError(f"there is no trace '{source}': 'depthmix trace' writes one")
     else:
-        found = trace_text(source, text, checkpoint, tokenizer, max_tokens, device)
-        page, told = write_page(found), describe(found)
+        found = trace_text(source, text, checkpoint, tokenizer, max_tokens or MAX_SHOWN, device)
+        page, summary = write_page(found), describe(found)
+        num_shown = len(found["tokens"]) - found["num_added"]
+        if max_tokens is None and num_shown == MAX_SHOWN:
+            summary += f"; only the first {MAX_SHOWN:,} tokens are shown, --max-tokens shows more"
     replace_file(out, page)
-    print(f"{out}: {told}")
+    print(f"{out}: {summary}")
 
 
 @contextmanager
@@ -77,5 +89,5 @@ def _explain_damage(trace: Path) -> Iterator[None]:
         yield
     except (AttributeError, LookupError, TypeError) as error:
         raise ValueError(
-            f"{trace} is damaged ({error}): write it anew with 'depthmix trace'"
+            f"{trace} is damaged ({error}): write it again with 'depthmix trace'"
         ) from error

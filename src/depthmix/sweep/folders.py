@@ -17,7 +17,7 @@ from depthmix.runs.folder import RunDir
 from depthmix.sweep.plan import PlannedRun
 
 LOG = "log.txt"
-# what a run shall be, for the process that trains it
+# the configuration of a run, for the process that trains it
 PLANNED = "planned.toml"
 
 # of a log, and of metrics: more than the last lines are long
@@ -43,7 +43,7 @@ def look_at_runs(runs: Sequence[PlannedRun], folder: Path) -> dict[str, Standing
         except (OSError, ValueError) as error:
             problems.append(str(error))
     if len(problems) > 1:
-        head = f"{len(problems)} folders cannot be gone on with, and nothing was started:"
+        head = f"{len(problems)} folders cannot be resumed, and nothing was started:"
         raise ValueError("\n  ".join([head, *problems]))
     if problems:
         raise ValueError(problems[0])
@@ -102,7 +102,7 @@ def read_flops(path: Path) -> int | float:
 def measure_speed(runs: Sequence[PlannedRun], folder: Path) -> float | None:
     """FLOP/s of one run, over the finished ones that were started once; None where there are none.
 
-    With starting and validating, as it is the time of whoever waits that is asked for.
+    Starting and validating are included: it is about how long a user waits.
     """
     total_flops, total_seconds = 0.0, 0.0
     for run in runs:
@@ -117,7 +117,7 @@ def measure_speed(runs: Sequence[PlannedRun], folder: Path) -> float | None:
                 total_seconds += (datetime.fromisoformat(ended) - began).total_seconds()
                 total_flops += run.flops
         except (KeyError, TypeError, ValueError):
-            # an estimate is no reason to stop
+            # an estimate is not worth an error
             continue
     return total_flops / total_seconds if total_seconds > 0 else None
 
