@@ -120,7 +120,7 @@ def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["describe", "tiny", "widht=64"], "Did you mean 'width'?"),
         (["describe", "tiny", "=64"], "'=64' is not an override"),
         (["describe", "tiny", "routing.capacity=2"], "routing.capacity = 2.0 must lie in (0, 1]"),
-        (["describe", "tiny", "--seq-len", "0"], "seq_len = 0 must be at least 1"),
+        (["describe", "tiny", "--seq-len", "0"], "--seq-len 0 must be at least 1"),
         (["describe", "tiny", "--seq-len", "9" * 30], "is longer than max_seq_len = 64"),
         (["describe", "tiny", "--seq-len", "x"], "Invalid value for '--seq-len'"),
         (["describe", "tiny", "width=1e300"], "tiny is too large to count"),
@@ -289,6 +289,28 @@ def test_from_text_to_a_finished_run(here: Path, capsys: pytest.CaptureFixture[s
     assert re.search(rf"^runs/{run.name}\s.* 4/4 +finished ", capsys.readouterr().out, re.MULTILINE)
     assert main(["runs", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["state"] == "finished"
+
+
+def test_a_finished_run_is_extended(
+    here: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SHORT, "--data", str(data), "--out", "run"]) == 0
+    for args, sentence in (
+        (("--steps", "0"), "--steps 0 must be greater than 0"),
+        (("--steps", "4"), "'run' has done 4 steps and this budget allows 4: give more to extend"),
+        (("train.seed=3",), "--resume takes the model, its fields and the folder from the run"),
+    ):
+        before = read_tree(here)
+        capsys.readouterr()
+        assert main(["train", "--resume", "run", *args]) == 2
+        assert sentence in capsys.readouterr().err
+        assert read_tree(here) == before
+    assert main(["train", "--resume", "run", "--steps", "6"]) == 0
+    assert "resuming at step 4" in capsys.readouterr().out
+    status = RunDir.open("run").read_json("status.json")
+    assert (status["state"], status["step"], status["num_steps"]) == ("finished", 6, 6)
+    # the field is the same budget
+    assert main(["train", "--resume", "run", "train.steps=7"]) == 0
 
 
 def test_what_prepare_accepts_can_be_trained_on(

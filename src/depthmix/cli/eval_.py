@@ -85,7 +85,8 @@ def evaluate(
       depthmix eval runs/demo-20261115-142233 --tasks python_syntax --json
     """
     check_device(device)
-    for name, value in (("--max-tokens", max_tokens), ("--batch", batch), ("--limit", limit)):
+    counts = {"--max-tokens": max_tokens, "--seq-len": seq_len, "--batch": batch, "--limit": limit}
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} {value} must be at least 1")
     if text and data is not None:

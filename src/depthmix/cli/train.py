@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -104,7 +105,8 @@ def train(
     check_device(device)
     config = None
     name = preset or "demo"
-    with name_flags(*BUDGETS, "checkpoint_every", prefix="train."):
+    named = partial(name_flags, *BUDGETS, "checkpoint_every", prefix="train.")
+    with named():
         if config_file is not None:
             name = config_file.resolve().parent.name
             config = load_run_config(config_file).override({**overrides, **given})
@@ -119,7 +121,8 @@ def train(
     if start is not None:
         name = start.resolve().name
         source = open_model(start, max_seq_len=read_length(overrides))
-        config = RunConfig.from_overrides(source.config, {**START_RATES, **overrides, **given})
+        with named():
+            config = RunConfig.from_overrides(source.config, {**START_RATES, **overrides, **given})
 
     label = Path(name).stem if name.endswith(".toml") else name
     plan = Launch(run=config, name=label, data=data, out=out, resume=resume, device=device)
@@ -128,7 +131,8 @@ def train(
         start=source, budget=longer, fit_vocabulary=fits and not _sets_vocabulary(name)
     )
     try:
-        outcome, _ = launch(plan, Console())
+        with named():
+            outcome, _ = launch(plan, Console())
     except KeyboardInterrupt as stopped:
         with suppress(OSError):
             print(str(stopped) or "interrupted", file=sys.stderr, flush=True)
