@@ -51,7 +51,7 @@ app = typer.Typer(
     cls=Verbs,
     help="Mixture-of-Depths transformers: train, sample, look at, convert and compare them.",
     add_completion=False,
-    # plain help: the rich one takes three times as long to come up
+    # plain help: rich takes three times as long to start
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -74,15 +74,15 @@ Data = Annotated[
     typer.Option(help="A folder made by 'prepare'; Python's standard library if empty."),
 ]
 Checkpoint = Annotated[
-    str | None, typer.Option(help="best, newest, or a step; the best if it is known.")
+    str | None, typer.Option(help="best, newest, or a step. Default: the best if known.")
 ]
 TokenizerPlace = Annotated[
-    str | None, typer.Option(help="Where the tokenizer is, for a run whose data is gone.")
+    str | None, typer.Option(help="The tokenizer, for a run whose data is gone.")
 ]
 MaxTokens = Annotated[
-    int | None, typer.Option(help="Most tokens of the text; all of them if empty.")
+    int | None, typer.Option(help="Limit on the tokens of the text; all if empty.")
 ]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")]
 
 
 class ModelsAndFields(NamedTuple):
@@ -93,7 +93,7 @@ class ModelsAndFields(NamedTuple):
 
 
 class PlainCommand(TyperCommand):
-    """A command whose help names its arguments without the types of Python."""
+    """A command whose help lists its arguments without Python types."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Every argument and option, with its line."""
@@ -132,7 +132,7 @@ class RunFieldsCommand(FieldsCommand):
 
 
 def list_fields(*, train: bool) -> dict[str, str]:
-    """Every field with its line of explanation, those of a recipe by their prefix."""
+    """Every field with its explanation; those of a recipe have a prefix."""
     from depthmix.config import ModelConfig, Recipe
     from depthmix.config.fields import document_fields
 
@@ -141,7 +141,7 @@ def list_fields(*, train: bool) -> dict[str, str]:
 
 
 def split_arguments(arguments: Sequence[str], *, train: bool = False) -> ModelsAndFields:
-    """Tell models from overrides: what has a `=` is an override, dashes before it or not.
+    """Separate models from overrides: with a `=` it is an override, with or without dashes.
 
     `train` also knows the fields of a recipe.
     """
@@ -178,7 +178,7 @@ def name_flags(*fields: str, prefix: str = "") -> Iterator[None]:
 
 
 def check_device(device: str | None) -> None:
-    """Refuse what is not a --device; None leaves the choice."""
+    """Refuse an unknown --device; None means to choose one."""
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device {device} is neither cpu nor cuda")
 
@@ -199,7 +199,7 @@ def read_file(option: str, file: str) -> str:
 
 
 def read_text(file: str) -> str:
-    """The text that --text names; there has to be some."""
+    """The text of the file that --text names, which must not be empty."""
     found = read_file("--text", file)
     if not found:
         raise ValueError(f"--text {file} is empty: give a text with at least one character")

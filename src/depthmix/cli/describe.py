@@ -25,7 +25,7 @@ def describe(
     ] = None,
     seq_len: Annotated[
         int | None,
-        typer.Option(help="Tokens in a sequence; without it each model's max_seq_len."),
+        typer.Option(help="Tokens in a sequence. Default: each model's max_seq_len."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print raw numbers and full configurations as JSON.")

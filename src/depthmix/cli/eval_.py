@@ -1,4 +1,4 @@
-"""The verb that says how good a model is."""
+"""The verb that measures a model on text and tasks."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ Text = Annotated[
 Tasks = Annotated[
     str | None,
     typer.Option(
-        help="Tasks of lm-eval by name, .yaml files, or python_syntax, which comes with us; "
+        help="Tasks of lm-eval by name, .yaml files, or python_syntax, which is included; "
         "commas between them."
     ),
 ]
@@ -53,9 +53,9 @@ def evaluate(
     fewshot: Annotated[
         int | None, typer.Option(help="Examples before each question; the task's own if empty.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Most questions of each task.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Limit on the questions of each task.")] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask tasks by the model's chat template.")
+        bool, typer.Option("--chat", help="Use the model's chat template for tasks.")
     ] = False,
     selector: Annotated[
         str | None,
@@ -65,7 +65,7 @@ def evaluate(
         ),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of the text or the data; all if empty.")
+        int | None, typer.Option(help="Limit on the tokens of the text or data; all if empty.")
     ] = None,
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens in a window; the model's max_seq_len if empty.")
@@ -77,7 +77,7 @@ def evaluate(
 ) -> None:
     """Measure a model on text and on tasks.
 
-    Top-k chooses tokens with the future in sight; what a user of the model gets is the causal loss.
+    Top-k sees future tokens when it chooses; the causal loss is what a user of the model gets.
 
     \b
     For example:

@@ -25,21 +25,23 @@ def prepare(
     ] = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option(help="Ids of the tokenizer that is trained where none is given (4096)."),
+        typer.Option(help="Ids of the tokenizer to train if none is given (4096)."),
     ] = None,
     val: Annotated[
         list[str] | None,
         typer.Option(help="A source for validation; may be repeated.", metavar="SOURCE"),
     ] = None,
     val_fraction: Annotated[
-        float, typer.Option(help="Share of documents for validation, without --val.")
+        float, typer.Option(help="Fraction of documents for validation, without --val.")
     ] = 0.02,
-    text_field: Annotated[str, typer.Option(help="Field of JSONL and Parquet.")] = "text",
+    text_field: Annotated[
+        str, typer.Option(help="The text's field in JSONL and Parquet.")
+    ] = "text",
     token_dtype: Annotated[
         str | None, typer.Option(help="Type of the ids in a .bin file: uint16 or uint32.")
     ] = None,
     end_token: Annotated[
-        int | None, typer.Option(help="Id that ends a document, where it cannot be found.")
+        int | None, typer.Option(help="Id that ends a document, if it cannot be detected.")
     ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Threads; one for each core if empty.")

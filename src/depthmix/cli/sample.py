@@ -46,21 +46,21 @@ def sample(
         bool, typer.Option("--keep-newline", help="Keep the line end at the end of --file.")
     ] = False,
     n: Annotated[int, typer.Option("--n", "-n", help="Samples of each prompt.")] = 1,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a sample.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate per sample.")] = 128,
     temperature: Annotated[
         float, typer.Option(help="Divides the logits; 0 takes the most probable token.")
     ] = 0.8,
     top_k: Annotated[
-        int, typer.Option(help="Draw among so many most probable tokens; 0 means all.")
+        int, typer.Option(help="Draw among this many most probable tokens; 0 means all.")
     ] = 0,
     top_p: Annotated[
-        float, typer.Option(help="Draw among the tokens that reach this share; 1 means all.")
+        float, typer.Option(help="Draw among the fewest tokens with this probability; 1 means all.")
     ] = 1.0,
     min_p: Annotated[
-        float, typer.Option(help="Leave out tokens below this share of the best; 0 means none.")
+        float, typer.Option(help="Leave out tokens below this fraction of the best; 0 means none.")
     ] = 0.0,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens that were there are less likely.")
+        float, typer.Option(help="Above 1, tokens that occurred are less likely.")
     ] = 1.0,
     stop: Annotated[
         list[str] | None,
@@ -70,7 +70,7 @@ def sample(
         ),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after the end of a document.")
+        bool, typer.Option("--ignore-eos", help="Continue after the end of a document.")
     ] = False,
     seed: Annotated[
         int | None,
@@ -87,7 +87,7 @@ def sample(
         bool | None,
         typer.Option(
             "--stream/--no-stream",
-            help="Print text while it comes, of several samples each when it is done.",
+            help="Print text as it is generated; several samples, each when it is done.",
             show_default="on a terminal",
         ),
     ] = None,
@@ -97,7 +97,7 @@ def sample(
     echo: Annotated[bool, typer.Option("--echo/--no-echo", help="Print prompts, too.")] = True,
     logprobs: Annotated[
         int | None,
-        typer.Option(help="With --json: log-probabilities, and those of so many other tokens."),
+        typer.Option(help="With --json: log-probabilities, and those of this many alternatives."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print each sample as one line of JSON.")
@@ -105,7 +105,7 @@ def sample(
     checkpoint: Checkpoint = None,
     tokenizer: TokenizerPlace = None,
     device: Device = None,
-    batch: Annotated[int, typer.Option(help="Most samples at a time.")] = MAX_BATCH,
+    batch: Annotated[int, typer.Option(help="Most samples in parallel.")] = MAX_BATCH,
 ) -> None:
     """Write text with a trained model.
 
@@ -168,7 +168,7 @@ def sample(
 def read_prompts(
     prompts: list[str] | None, file: str | None, *, keep_newline: bool = False
 ) -> list[str]:
-    """All prompts; one without text where there are none."""
+    """All prompts; if there are none, an empty one."""
     texts = list(prompts or [])
     if file is not None:
         text = read_file("--file", file)
@@ -185,7 +185,7 @@ def read_escapes(text: str) -> str:
 
 @contextmanager
 def show_line(what: str) -> Iterator[Callable[[], object] | None]:
-    """Gives a function that writes a line to stderr, if that is a terminal; gone afterwards."""
+    """Gives a function that shows a line on stderr, if that is a terminal, until the block ends."""
     screen = sys.stderr
     if not screen.isatty():
         yield None

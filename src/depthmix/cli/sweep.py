@@ -38,7 +38,7 @@ def sweep(
         list[str] | None,
         typer.Argument(
             metavar="PLAN|FIELD=VALUE",
-            help="A plan of the package or a .toml file, and fields to change in all its runs.",
+            help="A built-in plan or a .toml file, and fields to change in all its runs.",
             show_default=False,
         ),
     ] = None,
@@ -171,7 +171,7 @@ def check_vocabulary(runs: Sequence["PlannedRun"], vocab_size: int) -> None:
 
 
 def prepare_once(vocab_size: int, console: "Console") -> Path:
-    """Make the default corpus before runs that start together would each make it."""
+    """Prepare the default corpus once, before runs that start together would each do it."""
     from depthmix.data.default import prepare_default
     from depthmix.data.prepare import show_progress
 

@@ -94,7 +94,7 @@ def describe(trace: dict[str, Any]) -> str:
 
 
 def check_folder(out: Path) -> None:
-    """Refuse a place that cannot be written, before the work and not after it."""
+    """Refuse a place that cannot be written to, before the work starts."""
     if str(out) == "-":
         raise ValueError("--out writes a file, not to the terminal: name one")
     if out.is_dir():

@@ -34,15 +34,15 @@ def train(
         Path | None,
         typer.Option(
             "--config",
-            help="Model and recipe as in this file: a run's config.toml, or one like it.",
+            help="Take model and recipe from this file, such as a run's config.toml.",
             metavar="FILE",
         ),
     ] = None,
     data: Data = None,
-    steps: Annotated[int | None, typer.Option(help="Stop after so many steps.")] = None,
-    tokens: Annotated[float | None, typer.Option(help="Stop after so many tokens.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Stop after this many steps.")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Stop after this many tokens.")] = None,
     flops: Annotated[
-        float | None, typer.Option(help="Stop after so many FLOPs, such as 1e17.")
+        float | None, typer.Option(help="Stop after this many FLOPs, such as 1e17.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; runs/MODEL-TIME if empty.")
@@ -60,7 +60,7 @@ def train(
         Path | None,
         typer.Option(
             "--from",
-            help="Begin with the weights of a run, a checkpoint, or a Hugging Face folder.",
+            help="Start with the weights of a run, a checkpoint, or a Hugging Face folder.",
             metavar="RUN|DIR",
         ),
     ] = None,

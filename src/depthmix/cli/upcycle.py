@@ -39,7 +39,7 @@ def upcycle(
     out: Annotated[Path, typer.Option(help="The new run's folder.", metavar="RUN")],
     fields: Fields = None,
     capacity: Annotated[
-        str, typer.Option(help="Share of tokens that a routed block keeps; a list; a schedule.")
+        str, typer.Option(help="Fraction of tokens that a routed block keeps; a list; a schedule.")
     ] = "0.125",
     every: Annotated[int, typer.Option(help="Route every n-th block.")] = 2,
     first_dense: Annotated[
@@ -59,10 +59,10 @@ def upcycle(
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="For --least: cpu or cuda; a GPU if there is one.")
+        str | None, typer.Option(help="For --least: cpu or cuda. Default: a GPU if there is one.")
     ] = None,
     gate: Annotated[
-        str, typer.Option(help="tanh1 begins at 1, so that the dense model is unchanged.")
+        str, typer.Option(help="tanh1 starts at 1, which leaves the dense model unchanged.")
     ] = "tanh1",
 ) -> None:
     """Turn a dense Llama, Mistral or Qwen into a routed model.

@@ -1,4 +1,4 @@
-"""The verb that makes a page of what a router does with a text."""
+"""The verb that shows on a page what a router does with a text."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ def view(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Most tokens of the text; a browser takes its time with many more.",
+            help="Limit on the tokens of the text; browsers are slow with many more.",
             show_default=f"{MAX_SHOWN:,}",
         ),
     ] = None,
@@ -84,7 +84,7 @@ def view(
 
 @contextmanager
 def _explain_damage(trace: Path) -> Iterator[None]:
-    """What a trace lacks, as a sentence: not all that a page needs is checked one by one."""
+    """Turn what is missing in a trace into a sentence: not every value is checked on its own."""
     try:
         yield
     except (AttributeError, LookupError, TypeError) as error:
