@@ -60,7 +60,7 @@ def main() -> None:
     titles = {"topk": "top-k, which sees the whole text", selector: f"{selector}, token by token"}
     for axes, (name, kept_RT), color in zip(panels, kept.items(), COLORS, strict=False):
         title = f"{kept_RT.mean():.1%} of {kept_RT.size:,} decisions keep the token"
-        if name != "topk":
+        if name != "topk" and kept_RT.any():
             precision = kept["topk"][kept_RT].mean()
             title += f", {precision:.0%} of which agree with top-k"
         axes.set_title(f"{titles[name]}: {title}", loc="left", color=INK, fontsize=10)

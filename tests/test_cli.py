@@ -14,6 +14,7 @@ import torch
 
 import depthmix
 from depthmix.cli import main
+from depthmix.cli.arguments import SECTIONS
 from depthmix.config import ModelConfig, Recipe, RunConfig, load_preset, preset_names
 from depthmix.config.fields import document_fields
 from depthmix.report import describe
@@ -43,8 +44,14 @@ def squeeze(text: str) -> str:
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     helped = capsys.readouterr().out
-    for command in ("describe", "presets", "demo", "prepare", "train", "runs"):
-        assert re.search(rf"^  {command} ", helped, re.MULTILINE)
+    verbs = re.findall(r"^  ([a-z][a-z-]+)  ", helped, re.MULTILINE)
+    # in the order of use
+    assert verbs[:7] == ["demo", "presets", "describe", "prepare", "train", "runs", "sample"]
+    assert len(verbs) == len(set(verbs)) == 16
+    headings = re.findall(r"^([A-Z].*):$", helped, re.MULTILINE)
+    assert headings == ["Options", *SECTIONS]
+    # no line is cut
+    assert "..." not in helped.split("Options:")[1]
     # without arguments it says the same, and that is no mistake
     assert main([]) == 0
     assert capsys.readouterr().out == helped
@@ -113,7 +120,7 @@ def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["describe", "tiny", "widht=64"], "Did you mean 'width'?"),
         (["describe", "tiny", "=64"], "'=64' is not an override"),
         (["describe", "tiny", "routing.capacity=2"], "routing.capacity = 2.0 must lie in (0, 1]"),
-        (["describe", "tiny", "--seq-len", "0"], "seq_len = 0 must be at least 1"),
+        (["describe", "tiny", "--seq-len", "0"], "--seq-len 0 must be at least 1"),
         (["describe", "tiny", "--seq-len", "9" * 30], "is longer than max_seq_len = 64"),
         (["describe", "tiny", "--seq-len", "x"], "Invalid value for '--seq-len'"),
         (["describe", "tiny", "width=1e300"], "tiny is too large to count"),
@@ -244,7 +251,7 @@ def test_help_fits_a_narrow_terminal(verb: str, capsys: pytest.CaptureFixture[st
     assert "list[" not in helped
     # commands can be copied
     examples = [line for line in helped.splitlines() if line.startswith("    depthmix")]
-    counts = {"prepare": 1, "train": 4, "runs": 0, "upcycle": 2, "eval": 2}
+    counts = {"prepare": 1, "train": 4, "runs": 0, "upcycle": 3, "eval": 2}
     assert len(examples) == counts[verb]
 
 
@@ -253,6 +260,10 @@ def test_train_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> Non
     helped = squeeze(capsys.readouterr().out).replace("- ", "-")
     for name, text in {**document_fields(Recipe, "train."), **document_fields(ModelConfig)}.items():
         assert f"{name} {text}".replace("- ", "-") in helped
+    for told in ("Number of blocks. [default: 12]", "as the output head. [default: true]"):
+        assert told in helped
+    # what has no default shows none
+    assert "Empty means num_heads. head_width" in helped
 
 
 def test_from_text_to_a_finished_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,7 +272,7 @@ def test_from_text_to_a_finished_run(here: Path, capsys: pytest.CaptureFixture[s
         Path("my texts", f"{i}.txt").write_text(f"the {i}th text counts from {i} to {i * i}\n" * 9)
     assert main(["prepare", "my texts", "--out", "my data", "--vocab-size", "300"]) == 0
     *_, counted, told = capsys.readouterr().out.splitlines()
-    assert re.match(r"my data: train: [0-9.]+ K tokens, documents: \d+; val: ", counted)
+    assert re.match(r"my data: train: [0-9.]+ K tokens in \d+ documents; val: ", counted)
     assert told == "next: depthmix train --data 'my data'"
     assert main([*SHORT, "vocab_size=300", *shlex.split(told)[3:]]) == 0
     (run,) = Path("runs").iterdir()
@@ -273,11 +284,67 @@ def test_from_text_to_a_finished_run(here: Path, capsys: pytest.CaptureFixture[s
     assert re.search(rf"^{run.name}  step 4/4  loss \d", printed, re.MULTILINE)
     assert printed.splitlines()[-1].startswith("finished, validation loss ")
     assert main(["train", "--resume", str(run)]) == 0
-    assert capsys.readouterr().out.endswith("nothing left to do\n")
+    assert "nothing left to do; a larger --steps extends it" in capsys.readouterr().out
     assert main(["runs"]) == 0
     assert re.search(rf"^runs/{run.name}\s.* 4/4 +finished ", capsys.readouterr().out, re.MULTILINE)
     assert main(["runs", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["state"] == "finished"
+
+
+def test_a_finished_run_is_extended(
+    here: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SHORT, "--data", str(data), "--out", "run"]) == 0
+    for args, sentence in (
+        (("--steps", "0"), "--steps 0 must be greater than 0"),
+        (("--steps", "4"), "'run' has done 4 steps and this budget allows 4: give more to extend"),
+        (("train.seed=3",), "--resume takes the model, its fields and the folder from the run"),
+    ):
+        before = read_tree(here)
+        capsys.readouterr()
+        assert main(["train", "--resume", "run", *args]) == 2
+        assert sentence in capsys.readouterr().err
+        assert read_tree(here) == before
+    assert main(["train", "--resume", "run", "--steps", "6"]) == 0
+    assert "resuming at step 4" in capsys.readouterr().out
+    status = RunDir.open("run").read_json("status.json")
+    assert (status["state"], status["step"], status["num_steps"]) == ("finished", 6, 6)
+    # the field is the same budget
+    assert main(["train", "--resume", "run", "train.steps=7"]) == 0
+
+
+def test_what_prepare_accepts_can_be_trained_on(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("two.txt").write_text("ab")
+    assert main(["prepare", "two.txt", "--out", "data"]) == 0
+    *_, counted, told = capsys.readouterr().out.splitlines()
+    assert "little text, fewer tokens than a sequence of" in counted
+    assert told == "next: depthmix train --data data train.seq_len=1"
+    small = ("--preset", "tiny", "--steps", "1", "--device", "cpu", "train.tensorboard=false")
+    assert main([*shlex.split(told)[2:], *small]) == 0
+    assert "1 step of 16 x 1 tokens" in capsys.readouterr().out
+    assert main(["train", "--data", "data", *small]) == 2
+    assert "lower train.seq_len to 1, or prepare more data" in capsys.readouterr().err
+
+
+def test_a_preset_takes_the_vocabulary_of_the_data(here: Path, data: Path) -> None:
+    model = ("width=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "max_seq_len=16")
+    common = ("--data", str(data), "--steps", "1", "train.tensorboard=false", "--device", "cpu")
+
+    def train(out: str, *args: str) -> int:
+        assert main(["train", *args, *model, *common, "--out", out]) == 0
+        return RunConfig.from_dict(RunDir.open(out).read_config()).model.vocab_size
+
+    assert train("tiny", "--preset", "tiny") == 64
+    assert train("default") == 64
+    # what is asked for counts, on the command line and in a file
+    assert train("large", "--preset", "tiny", "vocab_size=99") == 99
+    for name, text, size in (("own", "vocab_size = 77\n", 77), ("open", "", 64)):
+        Path(f"{name}.toml").write_text(f"{text}qk_norm = true\n")
+        assert train(name, "--preset", f"{name}.toml") == size
+    assert train("again", "--config", "large/config.toml") == 99
+    assert train("from", "--from", "large") == 99
 
 
 def test_a_configuration_trains_again(
@@ -310,10 +377,10 @@ def test_a_configuration_trains_again(
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        ("train --steps 0", "train.steps = 0 must be greater than 0"),
+        ("train --steps 0", "--steps 0 must be greater than 0"),
         ("train --flops 1", "this budget is less than one step"),
         ("train --steps 1 --tokens 5", "a run stops by one of steps, tokens and flops"),
-        ("train --tokens nan", "train.tokens = nan must be a finite number"),
+        ("train --tokens nan", "--tokens nan must be a finite number"),
         ("train --steps x", "Invalid value for '--steps'"),
         ("train --preset tinny", "there is no preset 'tinny'. Did you mean 'tiny'?"),
         ("train --preset none.toml", "cannot read 'none.toml'"),
@@ -321,7 +388,7 @@ def test_a_configuration_trains_again(
         ("train train.bach_size=3", "Did you mean 'train.batch_size'?"),
         ("train --train.seed 3", "write '--train.seed 3' as train.seed=3"),
         ("train --chekpoint-every 3", "Did you mean '--checkpoint-every'?"),
-        ("train tiny", "'tiny' is no field: write FIELD=VALUE, and name a model with --preset"),
+        ("train tiny", "'tiny' is not a field: write FIELD=VALUE, and name a model with --preset"),
         ("train --device gpu", "--device gpu is neither cpu nor cuda"),
         ("train --data none", "there is no data folder none: make one with `depthmix prepare"),
         ("train --data empty", "empty is not a data folder (it has no manifest.json)"),
@@ -336,18 +403,23 @@ def test_a_configuration_trains_again(
         ("train --data DATA train.wandb=true", "pip install 'depthmix[wandb]'"),
         ("train --resume none", "there is no run 'none': name a folder that training made"),
         ("train --resume file", "'file' is a file: name the folder of a run"),
-        ("train --resume empty", "'empty' is no run: it has no config.toml"),
-        ("train --resume none --steps 5", "--resume goes on with a run as it was: leave out"),
-        ("train --resume none width=5", "--resume goes on with a run as it was: leave out"),
-        ("train --resume none --config c", "--resume goes on with a run as it was: leave out"),
+        ("train --resume empty", "'empty' is not a run: it has no config.toml"),
+        ("train --resume none --steps 5", "there is no run 'none'"),
+        ("train --resume none --checkpoint-every 5", "--resume takes the model, its fields"),
+        ("train --resume none width=5", "--resume takes the model, its fields"),
+        ("train --resume none --config c", "--resume takes the model, its fields"),
         ("train --config file", "--config file says what the model is: leave out --preset"),
-        ("train --resume none --out b", "--resume goes on with a run as it was: leave out"),
+        ("train --resume none --out b", "--resume takes the model, its fields"),
         ("runs", "there is no run in 'runs': 'depthmix train' makes one"),
         ("runs file", "there is no run in 'file'"),
         ("prepare none --out data", "there is no file or folder none"),
-        ("prepare file --out file", "cannot write file (File exists): "),
+        (
+            "prepare file --out file",
+            "cannot write file (File exists): it is a file or lies below one, choose",
+        ),
         ("prepare file", "Missing option '--out'"),
-        ("prepare file --out empty/data --workers 0", "num_workers = 0 must be at least 1"),
+        ("prepare file --out empty/data --workers 0", "--workers 0 must be at least 1"),
+        ("prepare file --out empty/data --val-fraction 1", "--val-fraction 1.0 must lie in [0, 1)"),
     ],
 )
 def test_mistakes_leave_nothing(
@@ -393,7 +465,10 @@ def test_a_run_stands_in_the_way_of_another(
     before = read_tree(here)
     capsys.readouterr()
     assert main(command) == 2
-    assert "'run' already holds a run: go on with it by --resume run" in capsys.readouterr().err
+    assert (
+        "'run' already holds a run: resume it with 'depthmix train --resume run'"
+        in capsys.readouterr().err
+    )
     assert read_tree(here) == before
 
 

@@ -28,7 +28,7 @@ def test_the_bar_shows_label_words_and_the_last_stage() -> None:
 
 
 def test_what_was_done_before_is_no_speed() -> None:
-    console, _ = open_console(terminal=False)
+    console, _ = open_console()
     now = 100.0
     console.get_time = lambda: now
     with show_bar(console) as bar:
@@ -46,3 +46,11 @@ def test_a_bar_may_be_gone_when_it_is_done() -> None:
     with show_bar(console, gone=True) as bar:
         bar.update("counting", 1, 2)
     assert output.getvalue().strip() == ""
+
+
+def test_a_pipe_gets_no_bar() -> None:
+    console, output = open_console(terminal=False)
+    with show_bar(console) as bar:
+        bar.update("counting", 1, 2, "1 of 2")
+        console.print("a line")
+    assert output.getvalue() == "a line\n"

@@ -5,6 +5,7 @@ import pytest
 from depthmix.units import (
     format_bytes,
     format_clock,
+    format_count,
     format_estimate,
     format_flops,
     format_number,
@@ -62,3 +63,8 @@ def test_estimated_times_are_coarse() -> None:
 
 def test_times_that_run() -> None:
     assert [format_clock(s) for s in (0.4, 65, 3600)] == ["0:00:00", "0:01:05", "1:00:00"]
+
+
+def test_nouns_are_counted() -> None:
+    told = [format_count(count, "step") for count in (0, 1, 2, 12345)]
+    assert told == ["0 steps", "1 step", "2 steps", "12,345 steps"]

@@ -23,6 +23,7 @@ from safetensors.numpy import load_file
 from depthmix.checkpoint import folder as disk
 from depthmix.config.fields import parse_override
 from depthmix.data.prepare import prepare
+from depthmix.files import hash_file
 from depthmix.runs.folder import RunDir
 
 SERVER = """
@@ -88,19 +89,26 @@ def read_result(run: Path) -> dict[str, Any]:
     status = RunDir.open(run).read_json("status.json")
     assert status["state"] == "finished"
     last = run / "checkpoints" / disk.name_checkpoint(status["num_steps"])
-    # not the files themselves: their headers are written in any order
     tensors = {
         f"{part}.{name}": (str(value.dtype), value.shape, value.tobytes())
         for part in ("model", "optimizer")
         for name, value in load_file(last / f"{part}.safetensors").items()
     }
     assert len(tensors) > 20
+    # beside the tensors, which say where a difference is
+    files = {path.name: hash_file(path) for path in last.glob("*.safetensors")}
     state = {name: value for name, value in disk.read_state(last).items() if name != "config"}
     assert {"rng", "loader", "val", "meter"} <= state.keys()
     for rng in state["rng"]:
         # checks of types at run time draw from Python's own; the training does not
         del rng["python"]
-    return {**tensors, "state": state, "loss": status["loss"], "metrics": read_metrics(run)}
+    return {
+        **tensors,
+        "files": files,
+        "state": state,
+        "loss": status["loss"],
+        "metrics": read_metrics(run),
+    }
 
 
 def flip_byte(path: Path, at: int) -> None:

@@ -1,6 +1,6 @@
 """A run's schedule: the steps that its budget pays for, their capacities, and their FLOPs.
 
-A capacity that falls makes a run's first steps dearer than its last ones, so the three are counted
+With a falling capacity a run's first steps cost more than its last ones, so the three are counted
 together, once, from the configuration. A stage depends on the step and the recipe alone, and both
 are in every checkpoint: there is no counter that a resumed run could lose. Knows nothing of torch.
 """
@@ -138,5 +138,5 @@ def _check(run: RunConfig, first: float) -> None:
     if kv_capacity is not None and first > kv_capacity:
         raise ValueError(
             f"train.start_capacity = {first} is more than routing.kv_capacity = {kv_capacity}: "
-            f"nobody is updated who does not offer keys"
+            f"only tokens that offer keys can be updated"
         )

@@ -1,16 +1,18 @@
-"""Files that are there whole or as they were, whatever stops the process.
+"""Files that are complete or unchanged, however the process ends.
 
-Owns atomic writing, fsync, a file's hash, and locks. Knows nothing of what the files hold, nor what
-a user can do when one cannot be written.
+Owns atomic writing, fsync, a file's hash, parsing JSON that may be hostile, and locks. Knows
+nothing of what the files hold, nor what a user can do when one cannot be written.
 """
 
 import errno
 import hashlib
+import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 try:
     import fcntl
@@ -26,17 +28,17 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
     So it is for a reader, after a kill or a power cut, and where the disk is full.
     """
-    told = content.encode() if isinstance(content, str) else content
-    # what is no plain file, such as /dev/stdout, must not become one; a link stays one
+    data = content.encode() if isinstance(content, str) else content
+    # a special file such as /dev/stdout must not be replaced by a plain one; a link stays a link
     path = path.resolve() if path.is_symlink() else path
     with name_file(path):
         if path.exists() and not path.is_file():
-            path.write_bytes(told)
+            path.write_bytes(data)
             return
         part = path.with_name(path.name + PART)
         try:
             with open(part, "wb") as file:
-                file.write(told)
+                file.write(data)
                 sync_file(file)
             os.replace(part, path)
         except BaseException:
@@ -62,7 +64,7 @@ def sync_file(file: IO[bytes]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's names to the disk; its files are synced by who writes them."""
+    """Bring a folder's names to the disk; its files are synced by their writers."""
     try:
         number = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -76,6 +78,26 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(number)
+
+
+def share_file(path: Path) -> None:
+    """Give a file the permissions of a new one; some libraries write files for the owner alone."""
+    # a new file shows them; asking for the umask would change it for other threads
+    probe = path.with_name(path.name + PART)
+    number = os.open(probe, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        path.chmod(stat.S_IMODE(os.fstat(number).st_mode))
+    finally:
+        os.close(number)
+        probe.unlink()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """JSON as plain data; ValueError where it is not valid, or nested too deeply to read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def hash_file(path: Path) -> str:

@@ -39,7 +39,7 @@ PARTS = (
     "predictors",
     "head",
 )
-"""What `count_parts` tells apart; the experts' routers and predictors are among the others."""
+"""What `count_parts` distinguishes; the experts' routers and predictors are among the others."""
 
 TRAINING_FACTOR = 3
 """A training step counts one forward pass, and two more for the backward pass."""

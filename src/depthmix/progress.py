@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Bar:
-    """Shows the stage that was told last; see `show_bar`."""
+    """Shows the latest stage; see `show_bar`."""
 
     def __init__(self, display: Any) -> None:
         self._display, self._stages = display, {}
@@ -27,17 +27,17 @@ class Bar:
         *,
         stage: str = "",
     ) -> None:
-        """Say what is done of how much; `total` is None where nobody knows.
+        """Say what is done of how much; `total` is None if unknown.
 
         Another `stage` is other work, and begins a bar of its own.
         """
-        told = {"description": label, "completed": done, "total": total, "words": words}
+        shown = {"description": label, "completed": done, "total": total, "words": words}
         if stage not in self._stages:
             for task in self._stages.values():
                 self._display.stop_task(task)
                 self._display.update(task, visible=False)
-            self._stages[stage] = self._display.add_task(**told)
-        self._display.update(self._stages[stage], **told)
+            self._stages[stage] = self._display.add_task(**shown)
+        self._display.update(self._stages[stage], **shown)
 
 
 @contextmanager
@@ -64,8 +64,8 @@ def show_bar(
         TimeRemainingColumn(),
         console=console,
         transient=gone,
-        # what would be gone need not be written to a file
-        disable=gone and not console.is_terminal,
+        # a file or a pipe gets what was done, not the bar
+        disable=not console.is_terminal,
         speed_estimate_period=speed_seconds,
     )
     with display:

@@ -14,6 +14,11 @@ def format_number(value: int | float) -> str:
     return _scale(value, 1000, ("", "K", "M", "G", "T", "P", "E", "Z", "Y"))
 
 
+def format_count(count: int, noun: str) -> str:
+    """A whole number with its noun: `1 step`, `1,000 steps`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def format_flops(value: int | float) -> str:
     """Three digits and a unit: `1.23 GFLOP`."""
     number, _, unit = format_number(value).partition(" ")
@@ -40,7 +45,7 @@ def format_seconds(seconds: int | float) -> str:
 
 
 def format_estimate(seconds: int | float) -> str:
-    """A time that nobody measured, the coarser the longer: `45 s`, `12 min`, `3.5 h`."""
+    """An estimated time, the coarser the longer: `45 s`, `12 min`, `3.5 h`."""
     if seconds < 1.5 * MINUTE:
         return f"{max(1, round(seconds))} s"
     if seconds < 1.5 * HOUR:

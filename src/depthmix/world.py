@@ -1,4 +1,4 @@
-"""This process among those that train together: who it is, and what all of them must agree on.
+"""This process among those that train together: its rank, and what all of them must agree on.
 
 Owns the process group that torchrun asks for, and that an error of one process is raised on all.
 Knows nothing of models, data or checkpoints. One process without a group is a world of its own.
@@ -63,7 +63,7 @@ class World(NamedTuple):
         return [value for value, _ in outcomes]
 
     def do_first(self, work: Callable[[], T]) -> T:
-        """What `work` gives on the first process, told to all."""
+        """The result of `work` on the first process, sent to all."""
         return self.gather(work if self.is_first else lambda: None)[0]  # pyrefly: ignore
 
 
@@ -94,7 +94,7 @@ def open_world(device: str | None = None) -> Iterator[World]:
 
 
 def join_world(device: torch.device | None = None) -> World:
-    """The processes of the default group, to meet in a new group; on the CPU if not told where.
+    """The processes of the default group, to meet in a new group; on the CPU by default.
 
     A thread needs a world of its own: two that meet in one group would take each other's messages.
     """

@@ -151,6 +151,22 @@ def test_files_open_without_depthmix(tmp_path: Path, make_training: Any) -> None
     assert torch.equal(weights["norm.weight"], training.model.norm.weight)
 
 
+def test_equal_tensors_make_equal_files(tmp_path: Path) -> None:
+    tensors = {"ä": torch.arange(3.0), "b.weight": torch.ones(2, 5, dtype=torch.bfloat16)}
+    written = set()
+    # the order of three metadata is another in most of these
+    for number in range(8):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        # a resumed training may have them in another order
+        ordered = dict(list(tensors.items())[:: -1 if number % 2 else 1])
+        write_tensors(folder, {"model": ordered, "optimizer": {"b.weight.step": torch.ones(())}})
+        written.add(tuple(path.read_bytes() for path in sorted(folder.glob("*.safetensors"))))
+        found = read_part(folder, "model")
+        assert all(torch.equal(found[name], value) for name, value in tensors.items())
+    assert len(written) == 1
+
+
 def test_a_part_more_is_kept_apart(tmp_path: Path) -> None:
     tensors = {
         "model": {"a": torch.ones(2)},

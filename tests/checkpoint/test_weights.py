@@ -19,6 +19,7 @@ from depthmix.checkpoint.weights import (
     read_config,
 )
 from depthmix.config import ModelConfig
+from depthmix.models import open_model
 from depthmix.nn import Transformer
 from variants import make_config
 
@@ -130,8 +131,24 @@ def test_a_damaged_checkpoint_is_refused_and_another_named(run: tuple[Path, Any]
     assert load_model(folder).config.width == 64
     (broken / "model.safetensors").write_bytes(b"short")
     for path in (folder, broken):
-        with pytest.raises(ValueError, match=r"has 5 bytes .* such as .*step-00000002$"):
+        told = f"use {folder} with --checkpoint 2"
+        with pytest.raises(ValueError, match=f"has 5 bytes .*{re.escape(told)}$"):
             load_weights(path, which="newest")
+
+
+def test_a_checkpoint_that_is_proposed_is_sound(run: tuple[Path, Any]) -> None:
+    folder, _ = run
+    places = disk.list_checkpoints(folder / "checkpoints")
+    (places[3] / "state.json").unlink()
+    (places[2] / "model.safetensors").write_bytes(b"short")
+    told = f"use {folder} with --checkpoint 1"
+    with pytest.raises(ValueError, match=f"state.json is missing: {re.escape(told)}$"):
+        read_config(places[3])
+    # what is proposed works
+    assert open_model(folder, checkpoint="1").network.config.width == 64
+    (places[1] / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(ValueError, match="no other checkpoint beside it is sound, so put back"):
+        read_config(places[3])
 
 
 def rewrite_state(checkpoint: Path, change: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from depthmix.cli.arguments import read_length, split_arguments, tell_missing
+from depthmix.cli.arguments import name_missing_extra, read_length, split_arguments
 
 
 def test_a_missing_package_is_named() -> None:
@@ -10,7 +10,7 @@ def test_a_missing_package_is_named() -> None:
         pytest.raises(
             ValueError, match=r"needs the package 'lm_eval': pip install 'depthmix\[eval"
         ),
-        tell_missing("eval"),
+        name_missing_extra("eval"),
     ):
         raise ModuleNotFoundError(name="lm_eval")
 

@@ -111,7 +111,7 @@ def test_mistakes_end_in_a_sentence(
 ) -> None:
     text = str(run.with_name("text.txt"))
     for args, told in (
-        ((str(tmp_path),), "is no model"),
+        ((str(tmp_path),), "is not a model"),
         ((str(run), "--text", text, "--data", "data"), "and not both"),
         ((str(run), "--text", text, "--batch", "0"), "--batch 0 must be at least 1"),
         ((str(run), "--text", text, "--device", "tpu"), "neither cpu nor cuda"),

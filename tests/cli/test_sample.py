@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import depthmix
 from depthmix.cli import main
+from depthmix.cli.sample import read_escapes
 from depthmix.data.tokenizer import load_tokenizer
 from depthmix.infer import Engine, SamplingParams
 from depthmix.models import open_model
 from depthmix.models.vocabulary import Vocabulary
 from depthmix.sample import Sampler
-from depthmix.sample.show import Shader, shade_tokens
+from depthmix.sample.show import Shader, hide_controls, shade_tokens
 from test_architecture import modules_loaded_by
 from text_runs import write_text_run
 
@@ -143,7 +145,13 @@ def test_prompts_come_from_files(tmp_path: Path, ask: Ask, monkeypatch: pytest.M
     path = tmp_path / "prompt.txt"
     path.write_bytes("liné\n".encode())
     told = ask("--file", path, "--max-tokens", 2, "--json")
+    assert json.loads(told.out)["prompt"] == "liné"
+    told = ask("--file", path, "--keep-newline", "--max-tokens", 2, "--json")
     assert json.loads(told.out)["prompt"] == "liné\n"
+    # one line end, and not all of them
+    path.write_bytes(b"li\r\n\r\n")
+    told = ask("--file", path, "--max-tokens", 2, "--json")
+    assert json.loads(told.out)["prompt"] == "li\r\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from a pipe")))
     told = ask("--prompt", "x", "--file", "-", "--max-tokens", 2, "--json")
     assert [json.loads(line)["prompt"] for line in told.out.splitlines()] == ["x", "from a pipe"]
@@ -160,6 +168,39 @@ def test_stop_strings_end_a_sample(ask: Ask) -> None:
     cut = json.loads(ask(*wish, "--stop", stop, "--stop", "never there").out)
     assert cut["finish"] == "stop"
     assert cut["text"] == whole["text"].split(stop)[0]
+
+
+def test_stop_strings_may_have_escapes() -> None:
+    assert read_escapes(r"a\n\tb\r") == "a\n\tb\r"
+    # a backslash itself, and what is not an escape
+    assert read_escapes(r"\\n \d é\\") == r"\n \d é" + "\\"
+
+
+def test_a_stop_string_with_an_escape_reaches_the_engine(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops, add = [], Engine.add
+
+    def add_and_note(engine: Engine, prompt: Any, params: SamplingParams) -> int:
+        stops.append(params.stop)
+        return add(engine, prompt, params)
+
+    monkeypatch.setattr(Engine, "add", add_and_note)
+    assert ask("--max-tokens", 2, "--stop", r"\n", "--stop", "end").code == 0
+    assert set(stops) == {("\n", "end")}
+
+
+def test_different_prompts_get_different_noise(run: Path, ask: Ask) -> None:
+    # drawn from almost equal odds, equal noise would give equal tokens
+    wish = ("--temperature", 1e6, "--seed", 3, "--max-tokens", 8, "--ignore-eos", "--json")
+    told = ask("--prompt", "a", "--prompt", "b", *wish)
+    first, second = (json.loads(line)["tokens"] for line in told.out.splitlines())
+    assert len({*zip(first, second, strict=True)} - {(t, t) for t in first}) >= 6
+    # and a prompt's own does not depend on the others
+    assert json.loads(ask("--prompt", "b", *wish).out)["tokens"] == second
+    options: dict[str, Any] = {"temperature": 1e6, "seed": 3, "max_tokens": 8}
+    texts = depthmix.open_model(run).generate(["a", "b"], **options, stop_tokens=[299])
+    assert texts[0] != texts[1]
 
 
 def test_the_end_token_stops_unless_ignored(
@@ -194,7 +235,8 @@ def test_colours_shade_each_token(
     monkeypatch.setenv("FORCE_COLOR", "1")
     told = ask(*wish, "--color")
     assert "routed blocks used:" in told.out
-    assert undo_marks(told.out) == plain.out
+    # shaded text goes to a terminal, which gets pictures of control characters
+    assert undo_marks(told.out) == hide_controls(plain.out)
     shown = told.out.split("\n\n", 1)[1]
     # the token that opens the document is not shown; é has two, and the last one has no depth
     tokens = [*tree["prompt_tokens"][1:], *tree["tokens"]]
@@ -315,21 +357,22 @@ def test_the_models_length_is_told(ask: Ask) -> None:
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["--max-tokens", "0"], "max_tokens = 0 must be at least 1"),
-        (["--temperature", "-1"], "temperature = -1.0 must be 0 or more"),
-        (["--top-p", "0"], "top_p = 0.0 must lie in (0, 1]"),
-        (["--min-p", "2"], "min_p = 2.0 must lie in [0, 1]"),
-        (["--top-k", "-1"], "top_k = -1 must be 0 or more"),
-        (["--repetition-penalty", "0"], "repetition_penalty = 0.0 must be a positive number"),
-        (["--n", "0"], "n = 0 must be at least 1"),
+        (["--max-tokens", "0"], "--max-tokens 0 must be at least 1"),
+        (["--temperature", "-1"], "--temperature -1.0 must be 0 or more"),
+        (["--top-p", "0"], "--top-p 0.0 must lie in (0, 1]"),
+        (["--min-p", "2"], "--min-p 2.0 must lie in [0, 1]"),
+        (["--top-k", "-1"], "--top-k -1 must be 0 or more"),
+        (["--repetition-penalty", "0"], "--repetition-penalty 0.0 must be a positive number"),
+        (["--n", "0"], "--n 0 must be at least 1"),
         (["--seed", "9" * 30], "must fit in 64 bits"),
         (["--stop", ""], "stop must not hold an empty string"),
+        (["--keep-newline"], "--keep-newline is for --file: add it"),
         (["--batch", "0"], "--batch 0 must be at least 1"),
         (["--device", "tpu"], "--device tpu is neither cpu nor cuda"),
         (["--selector", "topk"], "looks at tokens that are not written yet"),
         (["--selector", "oracle"], "there is no selector 'oracle'"),
         (["--json", "--color"], "leave out --color"),
-        (["--logprobs", "2"], "--logprobs are told with --json"),
+        (["--logprobs", "2"], "--logprobs are printed with --json only"),
         (["--prompt", "word " * 50], "the model's max_seq_len is 32: give fewer"),
         (["--prompt", "a\udc80"], "is not valid UTF-8"),
         (["--file", "nowhere.txt"], "nowhere.txt: No such file or directory"),
@@ -348,7 +391,7 @@ def test_mistakes_end_in_a_sentence(ask: Ask, args: list[str], sentence: str) ->
 
 def test_what_is_no_run_is_refused(run: Path, tmp_path: Path, ask: Ask) -> None:
     assert "there is no run" in ask(path=tmp_path / "nothing").err
-    assert "is no run but holds 1" in ask(path=run.parent).err
+    assert "is not a run, but contains 1" in ask(path=run.parent).err
     assert "is a part of the run" in ask(path=run / "checkpoints").err
     empty = shutil.copytree(run, tmp_path / "empty")
     shutil.rmtree(empty / "checkpoints")

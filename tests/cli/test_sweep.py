@@ -109,10 +109,10 @@ def test_failures_are_named_and_tried_again(
     printed, errors = capsys.readouterr()
     assert re.search(r"dense/w16-l2-s0 .* finished", printed)
     assert "(1 of 1)" in printed
-    assert f"all 2 runs are finished; compare them with: depthmix report {fake.out}" in printed
+    assert f"all runs (2) are finished; compare them with: depthmix report {fake.out}" in printed
     num_calls = len(fake.read_calls())
     assert main(options) == 0
-    assert "all 2 runs are finished: there is nothing left to do" in capsys.readouterr().out
+    assert "all runs (2) are finished, there is nothing left to do" in capsys.readouterr().out
     assert len(fake.read_calls()) == num_calls == 4
 
 
@@ -137,10 +137,12 @@ def test_how_to_go_on(
     monkeypatch.setattr(execute.Executor, "_measure", interrupt)
     options = list_options(plan, data, fake.out)
     assert main(options) == code
-    told = "stopped with 1 of 2 runs finished; go on with: depthmix sweep"
+    told = "stopped with 1 of 2 runs finished; resume with: depthmix sweep"
     printed, errors = capsys.readouterr()
     assert told in errors
-    assert re.search(r"^stopped .* of 398 MFLOP", printed, re.MULTILINE)
+    # in a pipe there are lines, and no bar
+    assert "finished: toy/2e8/dense/w16-l2-s0 (1 of 2)" in printed
+    assert "━" not in printed
     assert main([*options, "--dry-run"]) == 0
     assert re.search(r"mod/w16-l2-s0 .* to resume", capsys.readouterr().out)
 

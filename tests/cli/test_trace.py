@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from depthmix.cli import main
+from depthmix.cli import main, view
+from depthmix.progress import Bar
 from depthmix.report.traces import read_trace
 from depthmix.report.view import write_page
 from hand_traces import make_trace
@@ -84,6 +85,24 @@ def test_a_page_of_a_run_is_that_of_its_trace(
         assert "".join(json.loads(data)["texts"]) == TEXT
 
 
+def test_a_long_text_shows_progress_and_is_cut(
+    run: Path, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, told = tmp_path / "long.txt", []
+    text.write_text(TEXT * 20)
+    monkeypatch.setattr(view, "MAX_SHOWN", 40)
+    monkeypatch.setattr(Bar, "update", lambda self, *words: told.append(words))
+    command = ("view", run, "--text", text, "--out", tmp_path / "page.html", "--device", "cpu")
+    answer = ask(*command)
+    assert answer.code == 0
+    assert answer.out.endswith("; only the first 40 tokens are shown, --max-tokens shows more\n")
+    # windows of 32 tokens, under both rules
+    assert told[0] == ("reading", 32, 82, "32 of 82 tokens")
+    assert told[-1] == ("reading", 82, 82, "82 of 82 tokens")
+    assert "only the first" not in ask(*command, "--max-tokens", 50).out
+    assert '"tokens":[0,' in (tmp_path / "page.html").read_text()
+
+
 def test_what_is_wrong_is_said(run: Path, words: Path, tmp_path: Path, ask: Ask) -> None:
     trace, empty, binary = (tmp_path / name for name in ("t.json", "empty.txt", "binary"))
     trace.write_text(json.dumps(make_trace()))
@@ -101,10 +120,10 @@ def test_what_is_wrong_is_said(run: Path, words: Path, tmp_path: Path, ask: Ask)
         (("trace", run, "--text", words, "--out", "-"), "not to the terminal: name one"),
         (("trace", run, "--text", words, "--out", tmp_path / "a/b"), "there is no folder"),
         (("trace", run), "Missing option '--text'"),
-        (("view", run), "say with --text FILE what its model shall read"),
+        (("view", run), "name a text for its model with --text FILE"),
         (("view", tmp_path / "none.json"), "there is no trace"),
         (("view", tmp_path / "none", "--text", words), "there is no run"),
-        (("view", words), "words.txt is no trace"),
+        (("view", words), "words.txt is not a trace"),
         (("view", trace, "--text", words), "is a trace already: leave out --text"),
         (("view", trace, "--device", "cpu", "--max-tokens", 2), "out --max-tokens, --device"),
     ]

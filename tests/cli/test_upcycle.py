@@ -53,17 +53,17 @@ def test_mistakes_end_in_a_sentence(
     out, short = ("--out", str(tmp_path / "run")), tmp_path / "short.txt"
     short.write_text("line 3")
     for args, told in (
-        ((str(dense), *out, "--capacity", "2"), "routing.capacity = 2.0 must lie in"),
-        ((str(dense), *out, "--gate", "soft"), "routing.gate = 'soft' does not fit"),
-        ((str(dense), *out, "word"), "'word' is no field"),
-        ((str(tmp_path), *out), "is no model"),
+        ((str(dense), *out, "--capacity", "2"), "--capacity 2.0 must lie in"),
+        ((str(dense), *out, "--gate", "soft"), "--gate 'soft' does not fit"),
+        ((str(dense), *out, "word"), "'word' is not a field"),
+        ((str(tmp_path), *out), "is not a model"),
         ((str(dense), *out, "--text", "a.txt"), "--text is for --least"),
         ((str(dense), *out, "--device", "cpu"), "--device is for --least"),
         ((str(dense), *out, "--least", "2"), "--least needs --text"),
         ((str(dense), *out, "--least", "0", "--text", "a.txt"), "--least 0 must be at least 1"),
         ((str(dense), *out, "--least", "5", "--text", "a.txt"), "5 blocks cannot route"),
         # before the text is read
-        ((str(dense), *out, "--least", "2", "--text", "a.txt", "--gate", "soft"), "routing.gate ="),
+        ((str(dense), *out, "--least", "2", "--text", "a.txt", "--gate", "soft"), "--gate 'soft'"),
         ((str(dense), *out, "--least", "2", "--text", "a.txt", "norm_eps=0.1"), "norm_eps = 0.1"),
         (
             (str(dense), *out, "--least", "2", "--text", "a.txt", "routing.layers=[1]"),

@@ -1,5 +1,6 @@
 """A folder belongs to one request, and its manifest comes back as it was written."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -79,6 +80,15 @@ def test_the_hash_covers_the_shards() -> None:
     changed = tree()
     changed["splits"]["train"]["shards"][0]["sha256"] = "cc"
     assert parse_manifest(changed, Path("m")).hash != MANIFEST.hash
+
+
+def test_the_hash_covers_the_tokenizer_and_older_ones_stay() -> None:
+    # as noted by runs on folders without a hash of their tokenizer
+    assert MANIFEST.hash == "82d1988a7372abb3a9323522015d27549ef0ecf363f3bd5e81fc4fac681da7ad"
+    assert dataclasses.replace(MANIFEST, tokenizer_sha256="cc").hash != MANIFEST.hash
+    damaged = tree() | {"tokenizer_sha256": 3}
+    with pytest.raises(ValueError, match="tokenizer_sha256 is not text"):
+        parse_manifest(damaged, Path("m"))
 
 
 def test_a_folder_without_one(tmp_path: Path) -> None:
@@ -165,7 +175,7 @@ def test_a_process_that_died_at_once_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_another_request_is_refused(tmp_path: Path) -> None:
     claim_folder(tmp_path, REQUEST)
-    with pytest.raises(ValueError, match=r"is half prepared with seed = 0 and not 1: choose"):
+    with pytest.raises(ValueError, match=r"is half prepared with --seed 0 and not 1: choose"):
         claim_folder(tmp_path, {**REQUEST, "seed": 1})
     with pytest.raises(ValueError, match=r"half prepared with other sources, other tokenizer"):
         claim_folder(tmp_path, {**REQUEST, "sources": "bb", "tokenizer": "cc"})
@@ -176,7 +186,7 @@ def test_a_finished_folder(tmp_path: Path) -> None:
     write_unfinished(tmp_path, REQUEST, None)
     assert find_finished(tmp_path, REQUEST) == manifest
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST_FILE]
-    with pytest.raises(ValueError, match="holds data that was prepared with vocab_size = 300 and"):
+    with pytest.raises(ValueError, match="holds data that was prepared with --vocab-size 300 and"):
         find_finished(tmp_path, {**REQUEST, "vocab_size": 400})
 
 
@@ -224,7 +234,9 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match=r"cannot write .*a\.json \(No space left on device\): make"):
+    with pytest.raises(
+        OSError, match=r"cannot write .*a\.json \(No space left on device\): make room"
+    ):
         write_file(path, b"new")
     assert path.read_bytes() == b"old"
 

@@ -103,7 +103,7 @@ def test_a_finished_folder_is_left_alone(source: Path, tmp_path: Path) -> None:
     assert prepare(source, out, num_workers=2, progress=reports.append) == first
     assert [report.stage for report in reports] == ["check", "ready"]
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
-    with pytest.raises(ValueError, match=r"was prepared with val_fraction = 0.2 and not 0.5"):
+    with pytest.raises(ValueError, match=r"was prepared with --val-fraction 0.2 and not 0.5"):
         prepare(source, out, val_fraction=0.5)
     (source / "new.txt").write_text("more")
     with pytest.raises(ValueError, match=r"holds data that was prepared with other sources"):
@@ -168,7 +168,7 @@ def test_a_stopped_run_does_not_begin_again(
         stop_at(patch, 150)
         with pytest.raises(Stop):
             prepare(source, tmp_path / "out")
-    with pytest.raises(ValueError, match="is half prepared with seed = 0 and not 3"):
+    with pytest.raises(ValueError, match="is half prepared with --seed 0 and not 3"):
         prepare(source, tmp_path / "out", seed=3)
     with pytest.raises(ValueError, match="is not finished: run the same"):
         Corpus.open(tmp_path / "out")
@@ -333,7 +333,7 @@ def test_the_output_may_lie_in_the_source(source: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"val_fraction": 1.0}, r"val_fraction = 1.0 must lie in \[0, 1\)"),
+        ({"val_fraction": 1.0}, r"--val-fraction 1.0 must lie in \[0, 1\)"),
         ({"shard_tokens": 0}, "must be at least 1"),
         ({"num_workers": 0}, "must be at least 1"),
         ({"vocab_size": 10}, "10 ids is too small"),
@@ -533,12 +533,24 @@ def test_the_bar_shows_stage_share_and_tokens() -> None:
         report(Progress("encode", 8_000_000, 8_000_000, 2_000_000, 24))
     text = output.getvalue()
     assert "tokenising" in text
-    assert "8/8" in text
-    assert "2.0 M tokens" in text
+    assert "8.0 of 8.0 MB" in text
+    assert "2.00 M tokens" in text
+    # before anything is read there is nothing to count
+    assert "0 of 0" not in text
 
 
 def test_a_total_that_nobody_knows() -> None:
     output = io.StringIO()
     with show_progress(Console(file=output, width=100, force_terminal=True)) as report:
         report(Progress("encode", 3_000_000, 0, 500_000, 3))
-    assert "3/?" in output.getvalue()
+    assert "tokenising" in output.getvalue()
+    assert "500 K tokens" in output.getvalue()
+    assert "?" not in output.getvalue().replace("\x1b[?25", "")
+    assert "MB" not in output.getvalue()
+
+
+def test_a_small_file_is_counted_in_parts() -> None:
+    output = io.StringIO()
+    with show_progress(Console(file=output, width=100, force_terminal=True)) as report:
+        report(Progress("encode", 200_000, 400_000, 0, 0))
+    assert "0.2 of 0.4 MB" in output.getvalue()

@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 
 from depthmix.data import shards
 from depthmix.data.manifest import MANIFEST_FILE
+from depthmix.data.prepare import prepare
 from depthmix.data.shards import Corpus, ShardWriter, add_bytes
+from depthmix.data.tokenizer import train_tokenizer
 from depthmix.files import hash_file
+from depthmix.models.vocabulary import read_vocabulary
 
 WRITTEN = [list(range(1, 1 + n)) for n in (3, 1, 7, 0, 5, 2, 9, 4)]
 
@@ -277,6 +280,33 @@ def test_an_index_that_does_not_fit_is_named(make_folder: FolderMaker, offsets: 
     (folder / "train-00000.idx").write_bytes(np.array(offsets, dtype="<u8").tobytes())
     with pytest.raises(ValueError, match=r"train-00000\.idx does not fit its shard"):
         _ = Corpus.open(folder).split("train").document_lengths
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_a_swapped_tokenizer_is_refused(tmp_path: Path, has_own: bool) -> None:
+    text, other = tmp_path / "text.txt", tmp_path / "other.json"
+    text.write_text("one and two and three\n" * 50)
+    train_tokenizer(["another text " * 50], 300, parallel=False).save(str(other))
+    tokenizer = tmp_path / "own.json"
+    train_tokenizer(["one and two " * 50], 300, parallel=False).save(str(tokenizer))
+    folder = tmp_path / "data"
+    prepare([str(text)], folder, tokenizer=tokenizer if has_own else None, num_workers=1)
+    first = Corpus.open(folder).manifest
+    assert first.tokenizer_sha256 == hash_file(folder / "tokenizer.json")
+    (folder / "tokenizer.json").write_bytes(other.read_bytes())
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not the tokenizer that made the ids"):
+        Corpus.open(folder)
+    with pytest.raises(ValueError, match=r"is not the tokenizer that made the ids"):
+        read_vocabulary(folder)
+    # a folder of an earlier release has the hash only where a tokenizer was given
+    older = dataclasses.replace(first, tokenizer_sha256=None)
+    (folder / MANIFEST_FILE).write_text(older.to_json())
+    assert "tokenizer_sha256" not in older.to_json()
+    if has_own:
+        with pytest.raises(ValueError, match=r"is not the tokenizer that made the ids"):
+            Corpus.open(folder)
+    else:
+        assert Corpus.open(folder).manifest == older
 
 
 def test_a_missing_tokenizer_is_named(make_folder: FolderMaker) -> None:

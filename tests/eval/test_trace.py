@@ -83,6 +83,16 @@ def test_the_two_rules_are_told_apart() -> None:
     assert trace["num_added"] == 0
 
 
+def test_progress_counts_the_tokens_of_both_rules() -> None:
+    model, told = small_model("mod"), []
+    length = model.config.max_seq_len
+    tokens = [1] * (2 * length + 3)
+    trace_tokens(model, tokens, report=lambda *counts: told.append(counts))
+    total = 2 * len(tokens)
+    ends = [length, 2 * length, len(tokens)]
+    assert told == [(end + before, total) for before in (0, len(tokens)) for end in ends]
+
+
 def test_a_rule_that_cannot_be_causal_stands_alone() -> None:
     for overrides in ({"routing.strategy": "stochastic"}, {"routing.predictor": False}):
         trace = trace_tokens(small_model("mod", **overrides), [1, 2, 3])

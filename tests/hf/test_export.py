@@ -1,6 +1,7 @@
 """A folder for transformers and back: the same weights, the same tokens, the same text."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,17 @@ def test_the_type_of_the_weights_is_kept(tmp_path: Path) -> None:
     export_model(make_model("mod", dtype=torch.float64), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float64"
     assert load_exported(tmp_path / "out").dtype == torch.float64
+
+
+def test_every_file_can_be_read_by_others(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        export_model(make_model("mod", dtype=torch.float32), tmp_path / "out")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert set(modes) >= {"model.safetensors", "config.json"}
+    assert set(modes.values()) == {0o640}
 
 
 def test_the_tokenizer_begins_a_document_as_sampling_does(exported: Path) -> None:

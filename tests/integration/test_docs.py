@@ -1,12 +1,15 @@
-"""The documentation: its example loads, its API page is complete, the files it names are there."""
+"""The documentation: its example loads, its API page and paths are right, its script runs."""
 
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
 
 import depthmix
 from depthmix.config import ModelConfig
+from text_runs import write_text_run
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -35,3 +38,17 @@ def test_named_files_are_there(name: str) -> None:
     assert len(paths) > 20
     missing = [path for path in paths if not any((base / path).exists() for base in BASES)]
     assert missing == []
+
+
+def test_the_picture_is_drawn_beside_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    run = write_text_run(tmp_path, "max_seq_len=8")
+    before = {path: path.read_bytes() for path in DOCS.glob("*.png")}
+    arguments = [str(run), "--start", "1", "--count", "4"]
+    monkeypatch.setattr(sys, "argv", ["draw_depth.py", *arguments])
+    runpy.run_path(str(DOCS / "draw_depth.py"), run_name="__main__")
+    assert (run / "depth.png").read_bytes().startswith(b"\x89PNG")
+    # tracked files stay as they are
+    assert {path: path.read_bytes() for path in DOCS.glob("*.png")} == before

@@ -131,7 +131,7 @@ def test_what_is_no_model_is_told_alike(
     for verb, options in verbs.items():
         for path, told in (
             (tmp_path / "nowhere", "there is no run or model at"),
-            (tmp_path / "empty", "is no model: it has neither"),
+            (tmp_path / "empty", "is not a model: it has neither"),
             (tmp_path / "file", "is a file: name the folder of a run"),
         ):
             assert main([verb, str(path), *options]) == 2
@@ -139,4 +139,4 @@ def test_what_is_no_model_is_told_alike(
             assert told in err, verb
             assert err.count("\n") == 1
     assert main(["train", "--from", str(tmp_path / "empty")]) == 2
-    assert "is no model: it has neither" in capsys.readouterr().err
+    assert "is not a model: it has neither" in capsys.readouterr().err

@@ -156,7 +156,7 @@ def test_a_signal_saves(
     status = RunDir.open(run).read_json("status.json")
     assert ended.code == 128 + number
     assert ended.err == (
-        f"stopped at step {status['step']} of 100, saved; go on with: depthmix train --resume "
+        f"stopped at step {status['step']} of 100, saved; resume with: depthmix train --resume "
         f"'{run}'\n"
     )
     assert status["state"] == "interrupted"
@@ -177,7 +177,7 @@ def test_a_second_ctrl_c_stops_at_once(server: Server, data: Path, tmp_path: Pat
     ended = server.wait()
     assert ended.code == 130
     assert ended.err == (
-        f"stopped at once; from the last checkpoint go on with: depthmix train --resume {run}\n"
+        f"stopped at once; from the last checkpoint, resume with: depthmix train --resume {run}\n"
     )
     status = RunDir.open(run).read_json("status.json")
     assert (status["state"], "Ctrl-C" in status["reason"]) == ("interrupted", True)
@@ -199,7 +199,7 @@ def test_a_full_disk_loses_nothing(server: Server, pair: Pair, stopped: Path, wh
     assert ended.code == 2
     assert ended.err.count("\n") == 1
     assert "File too large" in ended.err
-    assert f"go on with: depthmix train --resume {stopped}" in ended.err
+    assert f"resume with: depthmix train --resume {stopped}" in ended.err
     assert ("earlier checkpoints are intact" in ended.err) == (what == "checkpoint")
     assert RunDir.open(stopped).read_json("status.json")["state"] == "failed"
     assert_sound(stopped)
@@ -297,5 +297,5 @@ def test_a_terminal_shows_a_bar_and_takes_ctrl_c(data: Path, tmp_path: Path) -> 
     text = shown.decode()
     assert "━" in text
     assert re.search(r"run .*\d+/1000000", text)
-    assert re.search(r"stopped at step \d+ of 1000000, saved; go on with: ", text)
+    assert re.search(r"stopped at step \d+ of 1000000, saved; resume with: ", text)
     assert "Traceback" not in text

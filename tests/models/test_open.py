@@ -154,9 +154,9 @@ def test_what_is_no_model_is_told(run: Path, exported: Path, tmp_path: Path) -> 
         (tmp_path / "file", "is a file: name the folder of a run, of one of its checkpoints"),
         (
             tmp_path / "empty",
-            r"is no model: it has neither a run's config\.toml nor a config\.json",
+            r"is not a model: it has neither a run's config\.toml nor a config\.json",
         ),
-        (run.parent, "is no run but holds 1: name one"),
+        (run.parent, "is not a run, but contains 1: name one"),
         (run / "checkpoints", "is a part of the run .*: name that folder"),
         (run / "checkpoints" / "step-00000009", "is a part of the run"),
     ):
@@ -174,10 +174,10 @@ def test_damaged_checkpoints_are_told(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     place = copy / "checkpoints" / "step-00000004"
     (place / "state.json").write_text("{")
-    with pytest.raises(ValueError, match=r"state\.json is not valid JSON: use another"):
+    with pytest.raises(ValueError, match=r"state\.json has 1 bytes .*with --checkpoint 2"):
         open_model(place)
     (place / "state.json").unlink()
-    with pytest.raises(ValueError, match=r"is damaged: state\.json is missing; use another"):
+    with pytest.raises(ValueError, match=r"state\.json is missing: .*with --checkpoint 2"):
         open_model(place)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):

@@ -91,7 +91,7 @@ def test_what_cannot_be_upcycled_is_refused(dense: Path, tmp_path: Path) -> None
     with pytest.raises(ValueError, match="there is no run or model at"):
         upcycle(open_model(tmp_path / "nowhere"), tmp_path / "run", ROUTING)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="is no model"):
+    with pytest.raises(ValueError, match="is not a model"):
         upcycle(open_model(tmp_path / "empty"), tmp_path / "run", ROUTING)
     assert not (tmp_path / "run").exists()
     upcycle(open_model(dense), tmp_path / "run", ROUTING)

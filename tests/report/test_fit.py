@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from depthmix import flops
 from depthmix.report.fit import Fit, compare_minima, find_dense, fit_parabola, fit_runs
 from depthmix.report.load import load_runs
-from depthmix.report.page import tell_comparison
+from depthmix.report.page import describe_comparison
 from synthetic_runs import DENSE, MOD, WIDTHS, Bowl, count_parameters, write_bowl, write_run
 
 SIZES = [count_parameters({**DENSE, "width": width}) for width in WIDTHS]
@@ -120,7 +120,7 @@ def test_minima_are_compared_under_causal_routing(tmp_path: Path) -> None:
     wanted = small.flops_per_token * (large.flops_per_token / small.flops_per_token) ** share
     assert found.parity_flops == pytest.approx(wanted / dense.flops_per_token)
     told = f", and as good at {100 * wanted / dense.flops_per_token:.0f} %."
-    assert tell_comparison(found).endswith(told)
+    assert describe_comparison(found).endswith(told)
     # top-k stands a hundredth below
     topk = {fit.variant: fit for fit in fit_runs(rows, lambda row: row.loss) if fit.budget == 1e12}
     assert topk["mod"].loss == pytest.approx(3.89)
@@ -135,7 +135,7 @@ def test_without_a_dense_model_plain_experts_take_its_place(tmp_path: Path) -> N
     write_run(tmp_path / "mode", {**moe, "experts.num_noop": 2}, 3.9)
     compared = compare_minima(fit_runs(load_runs(tmp_path).rows))
     assert {found.dense.best.rows[0].name for found in compared} == {"moe"}
-    told = {found.fit.best.rows[0].name: tell_comparison(found) for found in compared}
+    told = {found.fit.best.rows[0].name: describe_comparison(found) for found in compared}
     assert told.keys() == {"low", "mode"}
     assert "mode integrated is 2.50 % below moe" in told["mode"]
     # a dense model goes before it

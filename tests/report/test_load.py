@@ -178,7 +178,7 @@ def test_what_is_not_finished_is_named_with_its_reason(tmp_path: Path) -> None:
     assert [row.name for row in runs.rows] == ["good"]
     told = {run.name: (run.state, run.reason) for run in runs.left_out}
     assert told.keys() == {"stopped", "failed", "unseen", "lost", "early", "torn", "odd"}
-    assert told["lost"] == ("finished", "its loss under causal decisions is no number")
+    assert told["lost"] == ("finished", "its loss under causal decisions is not finite")
     assert told["early"][0] == "broken"
     assert told["stopped"] == ("stopped", "ended at step 100 of 100")
     assert told["failed"] == ("failed", "ended at step 100 of 100: training diverged")

@@ -50,8 +50,8 @@ def break_trace(*keys: Any, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("trace", "sentence"),
     [
-        ([], "is no trace: 'depthmix trace RUN"),
-        ({"format": "other"}, "is no trace: 'depthmix trace RUN"),
+        ([], "is not a trace: 'depthmix trace RUN"),
+        ({"format": "other"}, "is not a trace: 'depthmix trace RUN"),
         (break_trace("version", value=9), "version 9, and this release reads 1"),
         ({"format": "depthmix trace", "version": 1, "model": {}}, "lacks origin, tokens, texts"),
         (break_trace("rules", value={"causal": {}}), "its rules must be topk"),
@@ -81,7 +81,7 @@ def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     for data in (b"text", b"\xff\xfe"):
         path.write_bytes(data)
-        with pytest.raises(ValueError, match=r"trace.json is no trace: .*'depthmix trace' writes"):
+        with pytest.raises(ValueError, match=r"is not a trace: .*'depthmix trace' writes"):
             read_trace(path)
 
 

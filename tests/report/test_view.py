@@ -43,7 +43,17 @@ def test_the_page_holds_the_trace_and_needs_nothing_else() -> None:
     scripts = [attributes for tag, attributes in page.elements if tag == "script"]
     assert scripts == [{"type": "application/json", "id": "trace"}, {}]
     data = json.loads(next(text for tag, text in page.texts if tag == "script"))
-    assert {key: data[key] for key in trace} == trace
+    assert {key: data[key] for key in trace if key != "rules"} == {
+        key: value for key, value in trace.items() if key != "rules"
+    }
+    # a page has what it shows: two digits, and the predictor where it decides
+    for name, rule in trace["rules"].items():
+        for before, after in zip(rule["blocks"], data["rules"][name]["blocks"], strict=True):
+            assert after["routed"] == before["routed"]
+            assert after["score"] == [round(value, 2) for value in before["score"]]
+            assert (after["predictor"] is None) == (name == "topk" or not before["predictor"])
+        assert data["rules"][name]["loss"][-1] is None
+        assert data["rules"][name]["entropy"] == [round(value, 2) for value in rule["entropy"]]
     assert set(data["measures"]) == {"topk", "causal"}
     assert len(data["agreement"]) == 2
     assert len(data["classes"]) == len(TEXTS)
@@ -69,7 +79,7 @@ def test_what_a_text_holds_cannot_leave_its_script() -> None:
 
 
 def test_a_broken_trace_makes_no_page() -> None:
-    with pytest.raises(ValueError, match="this is no trace"):
+    with pytest.raises(ValueError, match="this is not a trace"):
         write_page({})
 
 

@@ -59,7 +59,7 @@ def test_a_run_is_never_overwritten(run: RunDir) -> None:
     assert run.read_config()["model"] == {"width": 64}
     run.append_metrics({"step": 1, "kind": "train"})
     with pytest.raises(
-        ValueError, match=r"already holds a run.*--resume .*run, or .*another --out"
+        ValueError, match=r"already holds a run: .*train --resume .*run', or .*another --out"
     ):
         RunDir.create(run.path, "other = 1", {"seed": 2})
     (run.path / "config.toml").unlink()
@@ -105,8 +105,8 @@ def test_what_is_no_run_is_told_apart(run: RunDir, tmp_path: Path) -> None:
         tmp_path / "rnu": r"there is no run .*rnu.*\. Did you mean 'run'\?",
         tmp_path / "no" / "where": "there is no run .*where': name a folder that training made",
         tmp_path / "notes.txt": "is a file: name the folder",
-        tmp_path / "empty": "no run: it has no config.toml",
-        tmp_path: rf"no run but holds 1: name one, such as '{run.path}'",
+        tmp_path / "empty": "not a run: it has no config.toml",
+        tmp_path: rf"not a run, but contains 1: name one, such as '{run.path}'",
     }.items():
         with pytest.raises(ValueError, match=told):
             RunDir.open(path)
@@ -327,13 +327,15 @@ def test_names_are_free(tmp_path: Path) -> None:
 
 def test_runs_are_found_to_a_depth(tmp_path: Path) -> None:
     expected = set()
-    for path in ("a", "b/c", "b/d/e", "b/d/f/too-deep", ".hidden/g", "a/checkpoints/h"):
+    # four levels down: a run of a sweep
+    found = ("a", "b/c", "isoflop-gpu/1e15/mod/w320-l12-s0", "b/2/3/4/5/6")
+    for path in (*found, "b/2/3/4/5/seven/too-deep", ".hidden/g", "a/checkpoints/h"):
         RunDir.create(tmp_path / path, CONFIG, {})
-        if path in ("a", "b/c", "b/d/e"):
+        if path in found:
             expected.add(tmp_path / path)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "config.toml").write_text(CONFIG)
-    assert MAX_DEPTH == 3
+    assert MAX_DEPTH == 6
     assert set(find_runs(tmp_path)) == expected
     assert list(find_runs(tmp_path / "a")) == [tmp_path / "a"]
     assert list(find_runs(tmp_path / "nowhere")) == []

@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from depthmix import flops
 from depthmix.config import ModelConfig
 from depthmix.runs import RunSummary, list_runs, print_runs, to_json
 from depthmix.runs.folder import RunDir
+from depthmix.units import format_number
 
 MODEL = ModelConfig(vocab_size=128, num_layers=2, width=32, num_heads=2, max_seq_len=64)
 CONFIG = f"[model]\n{MODEL.to_toml().replace('[', '[model.')}\n[train]\nnum_steps = 10\n"
@@ -54,7 +57,7 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
     shown = render([found], width=300)
     for cell in (str(run.path), "2/10", "finished", "2e15", "3.000", "3.250", "3.500", "2,000"):
         assert cell in shown
-    assert f"{flops.num_parameters(MODEL).total / 1e6:.1f}M" in shown
+    assert format_number(flops.num_parameters(MODEL).total) in shown
 
 
 def test_a_dense_model_has_one_validation_loss(tmp_path: Path) -> None:
@@ -136,3 +139,11 @@ def test_a_narrow_table_cuts_no_number(width: int, tmp_path: Path) -> None:
     assert ("runs/b" in numbers) == (width == 200)
     titles = next(line for line in lines if "tok/s" in line)
     assert titles.index("loss") + 4 == numbers.index("2.345") + 5
+
+
+def test_small_models_and_young_runs_have_numbers(tmp_path: Path) -> None:
+    started = (datetime.now(UTC) - timedelta(seconds=50)).isoformat()
+    young = RunSummary("runs/a", num_parameters=12_345, started=started)
+    *_, cells = render([young], width=200).splitlines()
+    assert "12.3 K" in cells
+    assert re.search(r" 5\d s$", cells)

@@ -110,8 +110,11 @@ def test_a_model_writes_after_a_text(run: Path, capsys: pytest.CaptureFixture[st
 def test_a_text_ends_with_its_document(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = depthmix.open_model(run), []
 
-    def generate(prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Result]:
-        asked.append((prompts, params.stop_tokens))
+    def generate(
+        prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[Result]:
+        (each,) = params
+        asked.append((prompts, each.stop_tokens))
         return []
 
     monkeypatch.setattr(model.engine, "generate", generate)

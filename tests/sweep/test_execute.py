@@ -52,7 +52,7 @@ def test_all_runs_are_trained_and_then_kept(fake: Fake, runs: list[PlannedRun]) 
 
 
 def test_so_many_at_once(fake: Fake, tree: dict[str, Any]) -> None:
-    runs = expand_plan(read_plan({**tree, "seeds": 2}))
+    runs = expand_plan(read_plan({**tree, "seeds": [0, 1]}))
     seen: list[SweepProgress] = []
     summary = execute(fake, runs, seen.append, num_jobs=3)
     assert len(summary.finished) == len(runs) == 8

@@ -64,7 +64,7 @@ def test_other_fields_are_refused_together(runs: list[PlannedRun], tmp_path: Pat
     assert "(num_layers = 4, width = 64): choose another --out, or remove it" in str(caught.value)
     broken = make(runs[2], tmp_path).path
     (broken / "config.toml").write_text("model = 3")
-    with pytest.raises(ValueError, match="2 folders cannot be gone on with") as caught:
+    with pytest.raises(ValueError, match="2 folders cannot be resumed") as caught:
         look_at_runs(runs, tmp_path)
     assert f"'{broken}' cannot be read" in str(caught.value)
 

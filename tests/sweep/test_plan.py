@@ -26,7 +26,7 @@ from toy_sweeps import TREE
 
 def test_dotted_fields_seeds_and_defaults(tree: dict[str, Any]) -> None:
     tree["sizes"] = [
-        {"width": 32, "seeds": 3, "variants": ["mod"]},
+        {"width": 32, "seeds": [0, 1, 2], "variants": ["mod"]},
         {"width": 64, "name": "wide", "routing": {"capacity": [0.5, 0.25]}, "budgets": [4e9]},
     ]
     plan = read_plan({**tree, "budgets": [1e9, 4e9], "seeds": [7]})
@@ -53,7 +53,7 @@ def test_fields_by_their_old_names(tree: dict[str, Any]) -> None:
 def test_a_scale_goes_before_the_top(tree: dict[str, Any]) -> None:
     small = {"budgets": [1e8], "common": {"train": {"seq_len": 8}}, "vocab_size": 512}
     small |= {"tflops": 1}
-    tree["scale"] = {"gpu": {"seeds": 2}, "smoke": small}
+    tree["scale"] = {"gpu": {"seeds": [0, 1]}, "smoke": small}
     plan = read_plan(tree)
     assert (plan.scale, plan.budgets, plan.sizes[0].seeds) == ("smoke", (1e8,), (0,))
     assert plan.common == {"train.batch_size": 2, "train.seq_len": 8}
@@ -93,8 +93,9 @@ def test_files_are_looked_for_beside_the_plan(tmp_path: Path) -> None:
         ({"budgets": [0]}, "budgets must be FLOPs greater than 0"),
         ({"budgets": [float("inf")]}, "budgets must be FLOPs greater than 0"),
         ({"budgets": True}, "budgets must be FLOPs greater than 0"),
-        ({"seeds": 0}, "seeds must be a number of seeds"),
-        ({"seeds": [0.5]}, "seeds must be a number of seeds"),
+        ({"seeds": 3}, "seeds = 3 must be a list of seeds"),
+        ({"seeds": [0.5]}, "must be a list of seeds, such as [0, 1, 2]"),
+        ({"seeds": []}, "must be a list of seeds"),
         ({"sizes": []}, "sizes must be a list of tables"),
         ({"sizes": [3]}, "sizes must be a list of tables"),
         ({"sizes": [{"variants": ["mode"]}]}, "names the variant 'mode'. Did you mean 'mod'?"),
@@ -140,7 +141,7 @@ def test_budgets_as_folders() -> None:
 
 
 def test_runs_are_named_by_budget_variant_size_and_seed(tree: dict[str, Any]) -> None:
-    sizes = [{"width": 32, "num_layers": 2, "seeds": 2, "variants": ["mod"]}, {"name": "own"}]
+    sizes = [{"width": 32, "num_layers": 2, "seeds": [0, 1], "variants": ["mod"]}, {"name": "own"}]
     runs = expand_plan(read_plan({**tree, "budgets": [1e9, 1.6e9], "sizes": sizes}))
     assert [run.name for run in runs] == [
         f"toy/{budget}/{rest}"
@@ -181,7 +182,10 @@ def test_what_goes_before_what(tree: dict[str, Any]) -> None:
 
 def test_all_problems_are_told_at_once(tree: dict[str, Any]) -> None:
     tree["variants"]["wrong"] = {"routing": {"capacity": 2}}
-    tree["sizes"] = [{"width": 33, "num_layers": 2}, {"width": 32, "num_layers": 2, "seeds": 2}]
+    tree["sizes"] = [
+        {"width": 33, "num_layers": 2},
+        {"width": 32, "num_layers": 2, "seeds": [0, 1]},
+    ]
     with pytest.raises(ValueError, match="this plan has") as caught:
         expand_plan(read_plan(tree))
     head, *lines = str(caught.value).splitlines()

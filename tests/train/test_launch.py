@@ -90,7 +90,7 @@ def test_a_run_from_start_to_end(data: Path, tmp_path: Path) -> None:
     (outcome, folder), printed = say(Launch(run=make_run(), data=data, out=out))
     assert (outcome.state, folder.path) == ("finished", out)
     lines = printed.splitlines()
-    assert lines[0].startswith("0.0 M parameters, 10 steps of 2 x 16 tokens, ")
+    assert lines[0].startswith("15.1 K parameters, 10 steps of 2 x 16 tokens, ")
     assert str(data) in lines[0]
     # a name in brackets is no markup
     assert lines[0].endswith(f"; {out}")
@@ -164,7 +164,9 @@ def test_folders_that_cannot_be_a_new_run(data: Path, tmp_path: Path, stopped: P
     before = read_tree(tmp_path)
     plan = Launch(run=make_run(), data=data)
     refuse(plan._replace(out=tmp_path / "file"), "is a file: choose another --out")
-    refuse(plan._replace(out=stopped), "already holds a run: go on with it by --resume")
+    refuse(
+        plan._replace(out=stopped), "already holds a run: resume it with 'depthmix train --resume"
+    )
     refuse(plan._replace(out=tmp_path / "file" / "run"), "Not a directory", OSError)
     assert read_tree(tmp_path) == before
 
@@ -183,7 +185,7 @@ def test_a_failure_after_the_first_step_is_kept(
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
         fail_at(patch, 5, error)
-        told = r"when that is mended, go on with: depthmix train --resume .*run"
+        told = r"when that is fixed, resume with: depthmix train --resume .*run"
         told = told if isinstance(error, OSError) else str(error)
         refuse(Launch(run=make_run(), data=data, out=out), told, type(error))
     status = RunDir.open(out).read_json("status.json")
@@ -196,7 +198,7 @@ def test_a_failure_after_the_first_step_is_kept(
 def test_a_second_ctrl_c_says_how_to_go_on(data: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fail_at(patch, 3, KeyboardInterrupt())
-        told = "stopped at once; from the last checkpoint go on with: depthmix train --resume "
+        told = "stopped at once; from the last checkpoint, resume with: depthmix train --resume "
         plan = Launch(run=make_run(), data=data, out=tmp_path / "my run")
         refuse(plan, f"{told}'{tmp_path}/my run'", KeyboardInterrupt)
     assert RunDir.open(tmp_path / "my run").read_json("status.json")["state"] == "interrupted"
@@ -211,8 +213,51 @@ def test_a_resumed_run_tells_its_starts(stopped: Path) -> None:
     before = read_tree(stopped)
     (outcome, _), printed = say(Launch(resume=stopped))
     assert (outcome.state, outcome.step) == ("finished", 10)
-    assert printed == f"{stopped} is finished, all its 10 steps: there is nothing left to do\n"
+    assert printed == (
+        f"{stopped} is finished (10 steps), there is nothing left to do; a larger --steps extends "
+        f"it\n"
+    )
     assert read_tree(stopped) == before
+
+
+def test_a_finished_run_can_be_extended(data: Path, tmp_path: Path) -> None:
+    # with these a step does not depend on the length of its run
+    same = {"schedule": "constant", "warmup_share": 0.0, "val_every": 4}
+    say(Launch(run=make_run(**same, steps=6), data=data, out=tmp_path / "run"))
+    say(Launch(run=make_run(**same), data=data, out=tmp_path / "whole"))
+    before = read_tree(tmp_path / "run")
+    for budget in ({"train.steps": 6}, {"train.steps": 3}, {"train.tokens": 200}):
+        refuse(Launch(resume=tmp_path / "run", budget=budget), r"has done 6 steps and .* allows")
+    assert read_tree(tmp_path / "run") == before
+    (outcome, folder), printed = say(
+        Launch(resume=tmp_path / "run", budget={"train.tokens": 10 * 2 * 16})
+    )
+    assert (outcome.state, outcome.step) == ("finished", 10)
+    assert "10 steps of 2 x 16 tokens" in printed
+    run = RunConfig.from_dict(folder.read_config())
+    assert (run.train.steps, run.train.tokens) == (None, 320)
+    found, expected = read_result(tmp_path / "run"), read_result(tmp_path / "whole")
+    # its own last step has a line of metrics and a validation more
+    found["metrics"] = [line for line in found["metrics"] if line["step"] != 6]
+    expected["metrics"] = [line for line in expected["metrics"] if line["step"] != 6]
+    assert len(found["metrics"]) == len(expected["metrics"]) > 2
+    assert found == expected
+
+
+def test_the_rate_of_an_extended_run_is_that_of_its_new_length(data: Path, tmp_path: Path) -> None:
+    say(Launch(run=make_run(steps=6, log_every=1), data=data, out=tmp_path / "run"))
+    say(Launch(resume=tmp_path / "run", budget={"train.steps": 12}))
+    rates = [line["learning_rate"] for line in RunDir.open(tmp_path / "run").read_metrics("train")]
+    recipe = make_run().train
+    assert rates == [
+        recipe.learning_rate * recipe.rate_at(i, 6 if i < 6 else 12) for i in range(12)
+    ]
+
+
+def test_capacities_that_fall_cannot_be_stretched(data: Path, tmp_path: Path) -> None:
+    say(Launch(run=make_run(steps=4, start_capacity=1.0), data=data, out=tmp_path / "run"))
+    plan = Launch(resume=tmp_path / "run", budget={"train.steps": 8})
+    refuse(plan, r"fall over its whole length, so it cannot be extended: .* --from")
 
 
 def test_a_run_and_its_resume_keep_the_tokenizer(data: Path, tmp_path: Path) -> None:

@@ -213,6 +213,28 @@ def test_the_live_line_is_drawn_seldom_and_reads_numbers_only_then(run: RunDir) 
     assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l"), "cursor shown"
 
 
+def test_the_live_display_fits_a_narrow_terminal(run: RunDir) -> None:
+    clock = Clock()
+    logger, file = make_logger(run, terminal=True, clock=clock, description="d" * 30, num_steps=9)
+    logger.console.width = 60
+    fields = {"loss": 2.0, "tokens_per_second": 1e5, "flops_per_second": 1e12, "flops": 1e15}
+    with logger:
+        for step in (1, 2):
+            clock.now += 10
+            logger.show(step, {**fields, "flops_budget": 1e16, "routed": 0.125})
+    # colours stay on their line; what moves the cursor begins another
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", plain)
+    shown = [line.rstrip() for line in re.split(r"[\r\n]+", plain) if line.strip()]
+    # two lines each time that it is drawn
+    assert len(shown) >= 4
+    assert max(map(len, shown)) <= 60
+    assert all(line.startswith("ddd") for line in shown[::2])
+    assert all(re.match(r"loss 2\.000  ppl 7\.389  .*…$", line) for line in shown[1::2])
+    # the name makes room for the times
+    assert re.match(r"d+…  .*  2/9  0:00:20  0:01:10 left, ends", shown[-2])
+
+
 def test_after_a_failure_the_display_ends_and_numbers_are_left_alone(run: RunDir) -> None:
     clock, loss = Clock(), CountsReads()
     logger, file = make_logger(run, terminal=True, clock=clock)

@@ -12,7 +12,13 @@ Nothing in a checkpoint is unpickled. Knows nothing of the training loop.
 
 from depthmix.checkpoint.rng import collect_rng, restore_rank_rng, restore_rng, seed_rng
 from depthmix.checkpoint.store import Checkpoints, Found
-from depthmix.checkpoint.tensors import Parts, collect_tensors, find_largest, restore_tensors
+from depthmix.checkpoint.tensors import (
+    Parts,
+    collect_tensors,
+    find_largest,
+    restore_tensors,
+    sort_header,
+)
 from depthmix.checkpoint.weights import load_weights
 
 __all__ = [
@@ -27,4 +33,5 @@ __all__ = [
     "restore_rng",
     "restore_tensors",
     "seed_rng",
+    "sort_header",
 ]

@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from depthmix.files import hash_file, replace_file, sync_folder
+from depthmix.files import hash_file, parse_json, replace_file, sync_folder
 
 CHECKSUMS = "checksums.json"
 STATE = "state.json"
 STATE_FORMAT = 1
 
-# what is being written or removed; nobody reads these, and a start cleans them up
+# folders being written or removed: never read, and cleaned up at the next start
 UNFINISHED, REMOVED = ".tmp-new", ".tmp-old"
 
 
@@ -88,7 +88,7 @@ def find_damage(
     reading the optimiser's state. `sizes_only` does not read the files, and is quick.
     """
     try:
-        listed = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))["files"]
+        listed = parse_json((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))["files"]
         files = {str(name): (entry["num_bytes"], entry["sha256"]) for name, entry in listed.items()}
     except FileNotFoundError:
         return f"{checkpoint} is damaged: it has no {CHECKSUMS}"
@@ -117,11 +117,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint holds besides tensors."""
     path = checkpoint / STATE
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(f"{checkpoint} is damaged: {STATE} is missing; use another") from error
+        raise ValueError(f"{checkpoint} is damaged: {STATE} is missing") from error
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: use another checkpoint") from error
+        raise ValueError(f"{path} is damaged: it is not valid JSON") from error
     if not isinstance(state, dict) or not isinstance(state.get("format"), int):
         raise ValueError(f"{path} is not the state of a depthmix checkpoint")
     if state["format"] > STATE_FORMAT:

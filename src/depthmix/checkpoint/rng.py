@@ -55,7 +55,7 @@ def restore_rank_rng(
 ) -> str | None:
     """Give this rank its own of `states`, or a new one made of the seed, the rank and the step.
 
-    Returns a sentence to tell when the number of ranks has changed.
+    Returns a sentence for the user if the number of ranks has changed.
     """
     if rank < len(states):
         restore_rng(states[rank])

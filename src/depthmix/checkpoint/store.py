@@ -48,7 +48,7 @@ class Checkpoints:
         if keep_last < 1:
             raise ValueError(f"keep_last = {keep_last} would keep no checkpoint: give 1 or more")
         self.folder, self.keep_last, self.asynchronous = Path(folder), keep_last, asynchronous
-        # of its own: a thread writes, while the training goes on
+        # a group of its own: a thread writes while training continues
         self.world = join_world()
         self._damaged: set[int] = set()
         self._staged: Parts = {}

@@ -1,10 +1,11 @@
 """A model and its optimisers → tensors by name → safetensors files, and back, on any ranks.
 
 Owns the names of tensors, and all use of torch.distributed.checkpoint (DCP): every rank writes its
-own shards, and reads what its shards need, whatever the number of ranks was. Nothing is pickled in
-a file. Knows nothing of checksums, steps and folders' names.
+own shards, and reads what its shards need, for any number of ranks. Nothing in a file is pickled.
+Knows nothing of checksums, steps and folders' names.
 """
 
+import json
 import math
 import os
 import re
@@ -17,11 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from depthmix.files import name_file, sync_file
 from depthmix.world import World
 
 Parts = dict[str, dict[str, Tensor]]
 """`{"model": {name: tensor}, "optimizer": {name: tensor}}`, and any part more."""
 
+# where DCP keeps the places of shards, as JSON text in a file's metadata
+SHARDS = "DCP_SHARDING_INFO"
 # what torch.compile and activation checkpointing put into a parameter's name
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
@@ -124,7 +128,10 @@ def write_tensors(folder: Path, tensors: Parts, world: World) -> None:
 
 
 def name_files(folder: Path, parts: Sequence[str], world: World) -> list[Path]:
-    """Name this rank's files after their parts, as DCP's own names cannot be chosen."""
+    """Name this rank's files after their parts, as DCP's own names cannot be chosen.
+
+    Equal tensors make equal files, byte for byte (see `sort_header`).
+    """
     named = []
     for path in sorted(folder.glob(f"shard-{world.rank + 1:05d}-*.safetensors")):
         match = re.fullmatch(r"shard-\d+-model-(\d+)-of-\d+", path.stem)
@@ -132,7 +139,30 @@ def name_files(folder: Path, parts: Sequence[str], world: World) -> list[Path]:
         share = f".rank-{world.rank:05d}-of-{world.size:05d}" if world.size > 1 else ""
         named.append(path.with_name(f"{parts[int(match[1]) - 1]}{share}.safetensors"))
         os.rename(path, named[-1])
+        sort_header(named[-1])
     return named
+
+
+def sort_header(path: Path) -> None:
+    """Rewrite a safetensors file's header in a fixed order, in place.
+
+    safetensors keeps its metadata in a hash map and writes it in another order each time.
+    """
+    with name_file(path), open(path, "r+b") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        tree = json.loads(file.read(num_bytes))
+        metadata = tree.pop("__metadata__", {})
+        if SHARDS in metadata:
+            # DCP has the tensors in the order in which they were handed over
+            metadata[SHARDS] = json.dumps(json.loads(metadata[SHARDS]), sort_keys=True)
+        # tensors stay in the order of their bytes
+        tree = {"__metadata__": dict(sorted(metadata.items())), **tree} if metadata else tree
+        header = json.dumps(tree, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(header) <= num_bytes, f"{path}: the header has grown"
+        file.seek(8)
+        # the format pads a header with spaces
+        file.write(header.ljust(num_bytes))
+        sync_file(file)
 
 
 def read_tensors(folder: Path, tensors: Parts, world: World) -> None:
@@ -207,7 +237,7 @@ def _read_layout(folder: Path) -> dict[tuple[str, str], tuple[tuple[int, ...], t
 
 
 def _join(part: str, name: str) -> str:
-    # weights keep their plain names, for whoever opens the file
+    # weights keep their plain names, so that the file is easy to use elsewhere
     return name if part == "model" else f"{part}.{name}"
 
 

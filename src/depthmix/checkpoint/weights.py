@@ -6,7 +6,7 @@ routers begin that no training has seen. Knows nothing of training.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -19,6 +19,9 @@ from depthmix.config import ModelConfig
 from depthmix.nn import Transformer
 
 Which = Literal["newest", "best"]
+
+MAX_MISSING_LAYERS = 100
+_LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def load_weights(path: Path | str, *, which: Which | None = None) -> dict[str, Tensor]:
@@ -36,6 +39,7 @@ def load_weights(path: Path | str, *, which: Which | None = None) -> dict[str, T
 def build_model(config: ModelConfig, weights: dict[str, Tensor], origin: Path | str) -> Transformer:
     """A model of tensors by name, in evaluation mode; `origin` is named where they do not fit."""
     weights = dict(weights)
+    check_num_layers(config, weights, origin)
     # on the meta device nothing is allocated or drawn at random only to be overwritten
     with torch.device("meta"):
         model = Transformer(config)
@@ -47,6 +51,19 @@ def build_model(config: ModelConfig, weights: dict[str, Tensor], origin: Path | 
         model.head.weight = model.embedding.weight
     model.phase_table = model.make_phases()
     return model.eval()
+
+
+def check_num_layers(config: ModelConfig, names: Iterable[str], origin: Path | str) -> None:
+    """Refuse a configuration that claims far more blocks than there are, before any is built.
+
+    Building thousands of blocks takes minutes; smaller differences are found later, by name.
+    """
+    found = {int(match[1]) for name in names if (match := _LAYER.match(name))}
+    if config.num_layers > len(found) + MAX_MISSING_LAYERS:
+        raise ValueError(
+            f"the weights in {origin} do not fit its configuration: they are of {len(found)} "
+            f"blocks and should be of {config.num_layers}"
+        )
 
 
 def choose_checkpoint(path: Path, which: Which | None = None) -> Path:
@@ -73,14 +90,22 @@ def choose_checkpoint(path: Path, which: Which | None = None) -> Path:
 def _load_checkpoint(checkpoint: Path) -> dict[str, Tensor]:
     problem = disk.find_damage(checkpoint, ("model", disk.STATE))
     if problem is not None:
-        others = [str(p) for p in disk.list_checkpoints(checkpoint.parent).values()]
-        others = [other for other in others if other != str(checkpoint)]
-        hint = f": try another, such as {others[-1]}" if others else ""
-        raise ValueError(problem + hint)
+        raise ValueError(f"{problem}: {_suggest_sound(checkpoint)}")
     weights = read_part(checkpoint, "model")
     if not weights:
         raise ValueError(f"{checkpoint} holds no weights")
     return weights
+
+
+def _suggest_sound(damaged: Path) -> str:
+    """What to use in place of a damaged checkpoint: the newest one beside it that is sound."""
+    for step, path in reversed(disk.list_checkpoints(damaged.parent).items()):
+        if path.name == damaged.name or disk.find_damage(path, ("model", disk.STATE)) is not None:
+            continue
+        if path.parent.name != "checkpoints":
+            return f"use {path}"
+        return f"use {path.parent.parent} with --checkpoint {step}"
+    return "no other checkpoint beside it is sound, so put back a copy"
 
 
 def _load_file(path: Path) -> dict[str, Tensor]:
@@ -97,6 +122,9 @@ def _load_file(path: Path) -> dict[str, Tensor]:
 
 def read_config(checkpoint: Path) -> ModelConfig:
     """The model's configuration in a checkpoint."""
+    problem = disk.find_damage(checkpoint, (disk.STATE,))
+    if problem is not None:
+        raise ValueError(f"{problem}: {_suggest_sound(checkpoint)}")
     config = disk.read_state(checkpoint).get("config")
     tree = config.get("model") if isinstance(config, dict) else None
     if not isinstance(tree, dict):

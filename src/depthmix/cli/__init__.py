@@ -105,8 +105,8 @@ def main(args: Sequence[str] | None = None) -> int:
         return _complain(str(error))
     except (MemoryError, RuntimeError) as error:
         # torch has no type of its own for a CPU that is out of memory
-        told = ("out of memory", "not enough memory", "allocate memory")
-        if isinstance(error, RuntimeError) and not any(words in str(error) for words in told):
+        phrases = ("out of memory", "not enough memory", "allocate memory")
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in phrases):
             raise
         return _complain("there is not enough memory for this: take a smaller model or batch")
     if code == 130:

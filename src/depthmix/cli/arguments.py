@@ -1,9 +1,10 @@
-"""What a command line says: models, fields to change, and help that lists the fields.
+"""What a command line says: models, fields to change, and help that lists verbs and fields.
 
 Owns what verbs share, which do not know each other: options, checks, the extras that they may need,
 a text that is traced.
 """
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,13 +13,46 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+# in the order of use
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "First steps": ("demo",),
+    "Train": ("presets", "describe", "prepare", "train", "runs"),
+    "Use a model": ("sample", "view", "trace", "eval"),
+    "Exchange models": ("upcycle", "export", "import"),
+    "Many runs, many GPUs": ("sweep", "report", "plan-memory"),
+}
+
+
+class Verbs(TyperGroup):
+    """All verbs, in the order of use and under headings."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of the verbs, in the order of the help."""
+        listed = [name for names in SECTIONS.values() for name in names]
+        return sorted(self.commands, key=lambda n: listed.index(n) if n in listed else len(listed))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """A list under each heading; what has none comes last."""
+        named = {name for names in SECTIONS.values() for name in names}
+        others = tuple(name for name in self.list_commands(ctx) if name not in named)
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        for heading, names in {**SECTIONS, "Other commands": others}.items():
+            present = [name for name in names if name in self.commands]
+            if present:
+                with formatter.section(heading):
+                    formatter.write_dl(
+                        [(name, self.commands[name].get_short_help_str(limit)) for name in present]
+                    )
+
 
 app = typer.Typer(
     name="depthmix",
-    help="Mixture-of-Depths transformers: describe, prepare, train, sample.",
+    cls=Verbs,
+    help="Mixture-of-Depths transformers: train, sample, look at, convert and compare them.",
     add_completion=False,
-    # plain help: the rich one takes three times as long to come up
+    # plain help: rich takes three times as long to start
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -41,15 +75,15 @@ Data = Annotated[
     typer.Option(help="A folder made by 'prepare'; Python's standard library if empty."),
 ]
 Checkpoint = Annotated[
-    str | None, typer.Option(help="best, newest, or a step; the best if it is known.")
+    str | None, typer.Option(help="best, newest, or a step. Default: the best if known.")
 ]
 TokenizerPlace = Annotated[
-    str | None, typer.Option(help="Where the tokenizer is, for a run whose data is gone.")
+    str | None, typer.Option(help="The tokenizer, for a run whose data is gone.")
 ]
 MaxTokens = Annotated[
-    int | None, typer.Option(help="Most tokens of the text; all of them if empty.")
+    int | None, typer.Option(help="Limit on the tokens of the text; all if empty.")
 ]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")]
 
 
 class ModelsAndFields(NamedTuple):
@@ -60,7 +94,7 @@ class ModelsAndFields(NamedTuple):
 
 
 class PlainCommand(TyperCommand):
-    """A command whose help names its arguments without the types of Python."""
+    """A command whose help lists its arguments without Python types."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Every argument and option, with its line."""
@@ -78,8 +112,18 @@ class FieldsCommand(PlainCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """List the fields, read from the configurations' own docstrings."""
-        with formatter.section("Fields, to be written as FIELD=VALUE"):
-            formatter.write_dl(list(list_fields(train=self.train).items()))
+        from depthmix.config import ModelConfig, Recipe
+        from depthmix.config.fields import format_defaults
+
+        defaults = format_defaults(ModelConfig)
+        if self.train:
+            defaults |= format_defaults(Recipe, "train.")
+        rows = [
+            (name, f"{line} [default: {defaults[name]}]" if defaults[name] else line)
+            for name, line in list_fields(train=self.train).items()
+        ]
+        with formatter.section("Fields, written as FIELD=VALUE; presets have their own defaults"):
+            formatter.write_dl(rows)
 
 
 class RunFieldsCommand(FieldsCommand):
@@ -89,7 +133,7 @@ class RunFieldsCommand(FieldsCommand):
 
 
 def list_fields(*, train: bool) -> dict[str, str]:
-    """Every field with its line of explanation, those of a recipe by their prefix."""
+    """Every field with its explanation; those of a recipe have a prefix."""
     from depthmix.config import ModelConfig, Recipe
     from depthmix.config.fields import document_fields
 
@@ -98,7 +142,7 @@ def list_fields(*, train: bool) -> dict[str, str]:
 
 
 def split_arguments(arguments: Sequence[str], *, train: bool = False) -> ModelsAndFields:
-    """Tell models from overrides: what has a `=` is an override, dashes before it or not.
+    """Separate models from overrides: with a `=` it is an override, with or without dashes.
 
     `train` also knows the fields of a recipe.
     """
@@ -118,8 +162,24 @@ def split_arguments(arguments: Sequence[str], *, train: bool = False) -> ModelsA
     return ModelsAndFields(models, update_names(overrides))
 
 
+@contextmanager
+def name_flags(*fields: str, prefix: str = "") -> Iterator[None]:
+    """Let errors name the flags that were given, not the fields that these set.
+
+    `train.steps = 0 must …` becomes `--steps 0 must …`; `prefix` is what fields have before it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        for field in fields:
+            flag = f"--{field.replace('_', '-')}"
+            message = re.sub(rf"(?<![\w.-]){re.escape(prefix + field)} = ", f"{flag} ", message)
+        raise ValueError(message) from error
+
+
 def check_device(device: str | None) -> None:
-    """Refuse what is no --device; None leaves the choice."""
+    """Refuse an unknown --device; None means to choose one."""
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device {device} is neither cpu nor cuda")
 
@@ -135,7 +195,7 @@ def check_out(out: Path) -> None:
 
 
 def read_length(overrides: Mapping[str, str]) -> int | None:
-    """A `max_seq_len` among fields to change; what is no number is refused where all are."""
+    """A `max_seq_len` among fields to change; one that is not a number is refused later."""
     length = overrides.get("max_seq_len", "")
     return int(length) if length.isdecimal() else None
 
@@ -150,7 +210,7 @@ def read_file(option: str, file: str) -> str:
 
 
 def read_text(file: str) -> str:
-    """The text that --text names; there has to be some."""
+    """The text of the file that --text names, which must not be empty."""
     found = read_file("--text", file)
     if not found:
         raise ValueError(f"--text {file} is empty: give a text with at least one character")
@@ -165,19 +225,32 @@ def trace_text(
     max_tokens: int | None = None,
     device: str | None = None,
 ) -> dict[str, Any]:
-    """Trace a model over the text of a file."""
-    # what can be wrong is asked before torch takes its seconds to load
+    """Trace a model over the text of a file, with a bar on stderr."""
+    # mistakes are found before torch takes its seconds to load
     check_device(device)
     words = read_text(text)
+    from rich.console import Console
+
     from depthmix.eval.trace import trace_model
     from depthmix.models import open_model
+    from depthmix.progress import show_bar
 
     model = open_model(path, checkpoint=checkpoint, tokenizer=tokenizer)
-    return trace_model(model, words, text=text, max_tokens=max_tokens, device=device)
+    with show_bar(Console(stderr=True), gone=True) as bar:
+        return trace_model(
+            model,
+            words,
+            text=text,
+            max_tokens=max_tokens,
+            device=device,
+            report=lambda done, total: bar.update(
+                "reading", done, total, f"{done:,} of {total:,} tokens"
+            ),
+        )
 
 
 @contextmanager
-def tell_missing(extra: str) -> Iterator[None]:
+def name_missing_extra(extra: str) -> Iterator[None]:
     """Say which extra has the package that an import did not find."""
     try:
         yield
@@ -188,7 +261,7 @@ def tell_missing(extra: str) -> Iterator[None]:
 
 
 def load_bridge() -> Any:
-    """The module that writes and reads transformers' folders; without them, a sentence."""
+    """The module that writes and reads transformers' folders; an error without transformers."""
     try:
         return import_module("depthmix.hf.export")
     except ImportError as error:
@@ -198,7 +271,7 @@ def load_bridge() -> Any:
 
 
 def _read_option(argument: str, following: Sequence[str], train: bool) -> tuple[str, str]:
-    """An option that is no option: a field if it carries its value, else a sentence that helps."""
+    """An unknown option: a field if it carries its value, else a sentence that helps."""
     from depthmix.config.fields import suggest
     from depthmix.config.train import update_names
 

@@ -4,7 +4,13 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli.arguments import FIELDS_ALLOWED, FieldsCommand, app, split_arguments
+from depthmix.cli.arguments import (
+    FIELDS_ALLOWED,
+    FieldsCommand,
+    app,
+    name_flags,
+    split_arguments,
+)
 
 
 @app.command(cls=FieldsCommand, context_settings=FIELDS_ALLOWED)
@@ -19,7 +25,7 @@ def describe(
     ] = None,
     seq_len: Annotated[
         int | None,
-        typer.Option(help="Tokens in a sequence; without it each model's max_seq_len."),
+        typer.Option(help="Tokens in a sequence. Default: each model's max_seq_len."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print raw numbers and full configurations as JSON.")
@@ -37,7 +43,8 @@ def describe(
         raise ValueError(
             "name at least one model to describe: 'depthmix presets' lists the presets"
         )
-    models = [describe_model(name, load_config(name, overrides), seq_len) for name in names]
+    with name_flags("seq_len"):
+        models = [describe_model(name, load_config(name, overrides), seq_len) for name in names]
     if as_json:
         print(to_json(models))
     else:

@@ -1,4 +1,4 @@
-"""The verb that says how good a model is."""
+"""The verb that measures a model on text and tasks."""
 
 import json
 from pathlib import Path
@@ -13,8 +13,8 @@ from depthmix.cli.arguments import (
     TokenizerPlace,
     app,
     check_device,
+    name_missing_extra,
     read_text,
-    tell_missing,
 )
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ Text = Annotated[
 Tasks = Annotated[
     str | None,
     typer.Option(
-        help="Tasks of lm-eval by name, .yaml files, or python_syntax, which comes with us; "
+        help="Tasks of lm-eval by name, .yaml files, or python_syntax, which is included; "
         "commas between them."
     ),
 ]
@@ -53,19 +53,19 @@ def evaluate(
     fewshot: Annotated[
         int | None, typer.Option(help="Examples before each question; the task's own if empty.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Most questions of each task.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Limit on the questions of each task.")] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask tasks by the model's chat template.")
+        bool, typer.Option("--chat", help="Use the model's chat template for tasks.")
     ] = False,
     selector: Annotated[
         str | None,
         typer.Option(
-            help="For tasks, who decides over depth: predictor, router, topk or all.",
+            help="For tasks, what decides over depth: predictor, router, topk or all.",
             show_default="the trained head",
         ),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of the text or the data; all if empty.")
+        int | None, typer.Option(help="Limit on the tokens of the text or data; all if empty.")
     ] = None,
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens in a window; the model's max_seq_len if empty.")
@@ -75,9 +75,9 @@ def evaluate(
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:
-    """Say how good a model is: on text, under top-k and causal routing, and on tasks.
+    """Measure a model on text and on tasks.
 
-    Top-k chooses tokens with the future in sight; what a user of the model gets is the causal loss.
+    Top-k sees future tokens when it chooses; the causal loss is what a user of the model gets.
 
     \b
     For example:
@@ -85,7 +85,8 @@ def evaluate(
       depthmix eval runs/demo-20261115-142233 --tasks python_syntax --json
     """
     check_device(device)
-    for name, value in (("--max-tokens", max_tokens), ("--batch", batch), ("--limit", limit)):
+    counts = {"--max-tokens": max_tokens, "--seq-len": seq_len, "--batch": batch, "--limit": limit}
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} {value} must be at least 1")
     if text and data is not None:
@@ -94,13 +95,13 @@ def evaluate(
     for_tasks = {"--include": include, "--fewshot": fewshot, "--limit": limit}
     for_tasks |= {"--selector": selector, "--chat": chat or None}
     for_text = {"--max-tokens": max_tokens, "--seq-len": seq_len}
-    for options, unused, told in (
+    for options, unused, note in (
         (for_tasks, not tasks, "for --tasks: name some, or leave it out"),
         (for_text, not reads, "for --text or --data: give one of them, or leave it out"),
     ):
         given = [name for name, value in options.items() if value not in (None, [])]
         if unused and given:
-            raise ValueError(f"{', '.join(given)} is {told}")
+            raise ValueError(f"{', '.join(given)} is {note}")
     from depthmix.models import open_model
     from depthmix.world import choose_device
 
@@ -119,7 +120,7 @@ def evaluate(
 
         found["text"] = measure_stream(network, stream, seq_len=seq_len, batch_size=batch)
     if tasks and vocabulary is not None:
-        with tell_missing("eval"):
+        with name_missing_extra("eval"):
             from depthmix.eval.tasks import TaskModel, run_tasks
 
         chosen = selector or source.config.choose_selector(None)
@@ -160,9 +161,9 @@ def describe(found: dict[str, Any]) -> list[str]:
     lines = []
     if "text" in found:
         text = found["text"]
-        told = "" if text["num_bytes"] is None else f" ({text['num_bytes']:,.0f} bytes)"
+        note = "" if text["num_bytes"] is None else f" ({text['num_bytes']:,.0f} bytes)"
         lines.append(
-            f"{found['model']}: {text['num_tokens']:,} tokens{told} in windows of "
+            f"{found['model']}: {text['num_tokens']:,} tokens{note} in windows of "
             f"{text['seq_len']:,}; forward FLOPs {text['flops_of_dense']:.1%} of dense"
         )
         for name, rule in text["rules"].items():
@@ -173,6 +174,6 @@ def describe(found: dict[str, Any]) -> list[str]:
                 line += f"  routed {rule['share_routed']:.1%}"
             lines.append(line)
     for name, metrics in found.get("tasks", {}).items():
-        told = "  ".join(f"{metric} {value:.4g}" for metric, value in metrics.items())
-        lines.append(f"{name}: {told}")
+        note = "  ".join(f"{metric} {value:.4g}" for metric, value in metrics.items())
+        lines.append(f"{name}: {note}")
     return lines

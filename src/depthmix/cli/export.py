@@ -1,4 +1,4 @@
-"""The verb that gives a model to transformers."""
+"""The verb that exports a model for transformers."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,19 +22,19 @@ def export(
     checkpoint: Checkpoint = None,
     tokenizer: TokenizerPlace = None,
     no_tokenizer: Annotated[
-        bool, typer.Option("--no-tokenizer", help="Write none, for a run that was trained on ids.")
+        bool, typer.Option("--no-tokenizer", help="Write no tokenizer, for a run trained on ids.")
     ] = False,
     selector: Annotated[
         str | None,
         typer.Option(
-            help="Who decides over depth outside training: predictor, router, topk or all.",
+            help="What decides over depth outside training: predictor, router, topk or all.",
             show_default="the trained head",
         ),
     ] = None,
 ) -> None:
     """Write a folder that Hugging Face transformers opens.
 
-    After `import depthmix.hf`, AutoModelForCausalLM and AutoTokenizer take it as any other.
+    After `import depthmix.hf`, AutoModelForCausalLM and AutoTokenizer open it like any other model.
 
     \b
     For example:

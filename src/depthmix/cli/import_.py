@@ -1,4 +1,4 @@
-"""The verb that makes a run of what transformers saved."""
+"""The verb that turns what transformers saved into a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +13,9 @@ def import_(
     folder: Annotated[
         Path, typer.Argument(help="A folder that was exported or saved.", metavar="DIR")
     ],
-    out: Annotated[Path, typer.Option(help="The run's folder to make.", metavar="RUN")],
+    out: Annotated[Path, typer.Option(help="The folder of the new run.", metavar="RUN")],
 ) -> None:
-    """Make a run of a folder that transformers saved.
+    """Turn a folder that transformers saved into a run.
 
     The run has one checkpoint and can be sampled and traced.
 
@@ -24,4 +24,4 @@ def import_(
       depthmix import exported --out runs/exported
     """
     run = load_bridge().import_model(folder, out)
-    print(f"{run.path}: write with it by depthmix sample {run.path}")
+    print(f"{run.path}: sample from it with: depthmix sample {run.path}")

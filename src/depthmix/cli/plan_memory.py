@@ -28,7 +28,7 @@ def plan_memory(
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs that share a node and NVLink.")] = 8,
     flops_per_second: Annotated[
-        float, typer.Option(help="What one GPU really computes, in FLOP/s.", show_default="4e14")
+        float, typer.Option(help="Achieved FLOP/s of one GPU.", show_default="4e14")
     ] = 400e12,
     network: Annotated[
         float, typer.Option(help="Network between nodes in Gbit/s, for each GPU.")

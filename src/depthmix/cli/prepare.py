@@ -25,21 +25,23 @@ def prepare(
     ] = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option(help="Ids of the tokenizer that is trained where none is given (4096)."),
+        typer.Option(help="Ids of the tokenizer to train if none is given (4096)."),
     ] = None,
     val: Annotated[
         list[str] | None,
         typer.Option(help="A source for validation; may be repeated.", metavar="SOURCE"),
     ] = None,
     val_fraction: Annotated[
-        float, typer.Option(help="Share of documents for validation, without --val.")
+        float, typer.Option(help="Fraction of documents for validation, without --val.")
     ] = 0.02,
-    text_field: Annotated[str, typer.Option(help="Field of JSONL and Parquet.")] = "text",
+    text_field: Annotated[
+        str, typer.Option(help="The text's field in JSONL and Parquet.")
+    ] = "text",
     token_dtype: Annotated[
         str | None, typer.Option(help="Type of the ids in a .bin file: uint16 or uint32.")
     ] = None,
     end_token: Annotated[
-        int | None, typer.Option(help="Id that ends a document, where it cannot be found.")
+        int | None, typer.Option(help="Id that ends a document, if it cannot be detected.")
     ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Threads; one for each core if empty.")
@@ -48,7 +50,7 @@ def prepare(
 ) -> None:
     """Tokenise text into a folder that training reads.
 
-    Stopped by whatever, the same command goes on where it was.
+    If it is stopped for any reason, the same command resumes it.
 
     \b
     For example:
@@ -56,9 +58,10 @@ def prepare(
     """
     from rich.console import Console
 
+    from depthmix.config import load_config
     from depthmix.data.prepare import prepare as prepare_data
     from depthmix.data.prepare import show_progress
-    from depthmix.units import format_number
+    from depthmix.units import format_count, format_number
 
     console = Console()
     with show_progress(console) as report:
@@ -77,9 +80,15 @@ def prepare(
             progress=report,
         )
     parts = [
-        f"{name}: {format_number(split.num_tokens)} tokens, documents: {split.num_documents}"
+        f"{name}: {format_number(split.num_tokens)} tokens in "
+        f"{format_count(split.num_documents, 'document')}"
         for name, split in manifest.splits.items()
     ]
     next_command = f"depthmix train --data {shlex.quote(str(out))}"
+    num_tokens, seq_len = manifest.splits["train"].num_tokens, load_config("demo").max_seq_len
+    if num_tokens <= seq_len:
+        # a row has one token more than its sequence, the last target
+        parts.append(f"little text, fewer tokens than a sequence of {seq_len}")
+        next_command += f" train.seq_len={num_tokens - 1}"
     for line in (f"{out}: {'; '.join(parts)}", f"next: {next_command}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -21,7 +21,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Compare the runs in a folder: a page and images.
+    """Compare the runs in a folder, on a page with charts.
 
     Fits isoFLOP curves, finds their minima and compares them with the dense ones. Runs that are
     not finished are named and left out. For example:

@@ -15,9 +15,9 @@ def runs(
     ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
-    """List runs in a table: how far each came, and how good it is.
+    """List runs in a table, with progress and losses.
 
-    A run that is 'stopped' was killed; it can be resumed as an interrupted one can.
+    A 'stopped' run was killed; it can be resumed like an interrupted one.
     """
     from depthmix.runs import list_runs, print_runs, to_json
 

@@ -1,6 +1,7 @@
 """The verb that writes text with a trained model."""
 
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from depthmix.cli.arguments import (
     TokenizerPlace,
     app,
     check_device,
+    name_flags,
     read_file,
 )
 
@@ -29,47 +31,55 @@ def sample(
     prompt: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text to go on from; may be repeated. Without one, a new document begins.",
+            help="Text to continue; may be repeated. Without one, a new document begins.",
             metavar="TEXT",
         ),
     ] = None,
     file: Annotated[
         str | None,
         typer.Option(
-            help="A file whose whole text is one more prompt; - is stdin.", metavar="FILE"
+            help="A file whose text, without its last line end, is one more prompt; - is stdin.",
+            metavar="FILE",
         ),
     ] = None,
+    keep_newline: Annotated[
+        bool, typer.Option("--keep-newline", help="Keep the line end at the end of --file.")
+    ] = False,
     n: Annotated[int, typer.Option("--n", "-n", help="Samples of each prompt.")] = 1,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a sample.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate per sample.")] = 128,
     temperature: Annotated[
         float, typer.Option(help="Divides the logits; 0 takes the most probable token.")
     ] = 0.8,
     top_k: Annotated[
-        int, typer.Option(help="Draw among so many most probable tokens; 0 means all.")
+        int, typer.Option(help="Draw among this many most probable tokens; 0 means all.")
     ] = 0,
     top_p: Annotated[
-        float, typer.Option(help="Draw among the tokens that reach this share; 1 means all.")
+        float, typer.Option(help="Draw among the fewest tokens with this probability; 1 means all.")
     ] = 1.0,
     min_p: Annotated[
-        float, typer.Option(help="Leave out tokens below this share of the best; 0 means none.")
+        float, typer.Option(help="Leave out tokens below this fraction of the best; 0 means none.")
     ] = 0.0,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens that were there are less likely.")
+        float, typer.Option(help="Above 1, tokens that occurred are less likely.")
     ] = 1.0,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="Text that ends a sample; may be repeated.", metavar="TEXT"),
+        typer.Option(
+            help="Text that ends a sample; may be repeated. \\n, \\t and \\\\ are understood.",
+            metavar="TEXT",
+        ),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after the end of a document.")
+        bool, typer.Option("--ignore-eos", help="Continue after the end of a document.")
     ] = False,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same text; a new one if empty.")
+        int | None,
+        typer.Option(help="The same seed gives the same texts; a new one if empty."),
     ] = None,
     selector: Annotated[
         str | None,
         typer.Option(
-            help="Who decides over depth: predictor, router, or all to skip nothing.",
+            help="What decides over depth: predictor, router, or all to skip nothing.",
             show_default="the trained head",
         ),
     ] = None,
@@ -77,7 +87,7 @@ def sample(
         bool | None,
         typer.Option(
             "--stream/--no-stream",
-            help="Print text while it comes, of several samples each when it is done.",
+            help="Print text as it is generated; several samples, each when it is done.",
             show_default="on a terminal",
         ),
     ] = None,
@@ -87,7 +97,7 @@ def sample(
     echo: Annotated[bool, typer.Option("--echo/--no-echo", help="Print prompts, too.")] = True,
     logprobs: Annotated[
         int | None,
-        typer.Option(help="With --json: log-probabilities, and those of so many other tokens."),
+        typer.Option(help="With --json: log-probabilities, and those of this many alternatives."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print each sample as one line of JSON.")
@@ -95,12 +105,12 @@ def sample(
     checkpoint: Checkpoint = None,
     tokenizer: TokenizerPlace = None,
     device: Device = None,
-    batch: Annotated[int, typer.Option(help="Most samples at a time.")] = MAX_BATCH,
+    batch: Annotated[int, typer.Option(help="Most samples in parallel.")] = MAX_BATCH,
 ) -> None:
     """Write text with a trained model.
 
-    A line at the end tells the speed, the time to load and compile, and what depth saved. Ctrl-C
-    keeps what was made so far.
+    A last line reports the speed, the time to load and compile, and what routing saved. Ctrl-C
+    keeps the text so far.
 
     \b
     For example:
@@ -114,8 +124,10 @@ def sample(
     if as_json and color:
         raise ValueError("--json has the depth of each token and no colours: leave out --color")
     if logprobs is not None and not as_json:
-        raise ValueError("--logprobs are told with --json: add it")
-    texts = read_prompts(prompt, file)
+        raise ValueError("--logprobs are printed with --json only: add it")
+    if keep_newline and file is None:
+        raise ValueError("--keep-newline is for --file: add it")
+    texts = read_prompts(prompt, file, keep_newline=keep_newline)
     from depthmix.infer import SamplingParams
     from depthmix.interrupt import Interrupt
     from depthmix.models import open_model
@@ -124,10 +136,12 @@ def sample(
 
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k}
     options |= {"top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
-    # drawn here, so that it can be told
-    told_seed = random.SystemRandom().getrandbits(31) if seed is None else seed
-    options |= {"stop": stop or [], "n": n, "seed": told_seed, "logprobs": logprobs}
-    params = SamplingParams(**options)
+    # drawn here, so that it can be printed
+    chosen_seed = random.SystemRandom().getrandbits(31) if seed is None else seed
+    stops = [read_escapes(text) for text in stop or []]
+    options |= {"stop": stops, "n": n, "seed": chosen_seed, "logprobs": logprobs}
+    with name_flags(*options):
+        params = SamplingParams(**options)
     opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)
     size = min(batch, n * len(texts))
     sampler = start_sampler(opened, device=device, selector=selector, max_batch=size)
@@ -137,31 +151,41 @@ def sample(
     if stream is None:
         stream = sys.stdout.isatty() and n * len(texts) == 1
     show = Show(sampler, texts, params, stream=stream, color=color, echo=echo, as_json=as_json)
-    # outside of Interrupt: who loses patience here has no text yet to keep
+    # outside of Interrupt: at this point there is no text to keep
     with show_line("compiling kernels (once: they are kept for the next time)") as progress:
         show.warm_up(progress)
     with Interrupt() as interrupt:
         show.run(lambda: interrupt.signal)
     if not as_json:
         # on stderr, so that stdout has the text alone
-        tell_seed = seed is None and temperature > 0
-        for line in show.summarize(tell_seed=tell_seed, tell_start=True):
+        with_seed = seed is None and temperature > 0
+        for line in show.summarize(with_seed=with_seed, with_start=True):
             print(line, file=sys.stderr)
     if interrupt.signal is not None:
         raise typer.Exit(128 + interrupt.signal)
 
 
-def read_prompts(prompts: list[str] | None, file: str | None) -> list[str]:
-    """All prompts; one without text where there are none."""
+def read_prompts(
+    prompts: list[str] | None, file: str | None, *, keep_newline: bool = False
+) -> list[str]:
+    """All prompts; if there are none, an empty one."""
     texts = list(prompts or [])
     if file is not None:
-        texts.append(read_file("--file", file))
+        text = read_file("--file", file)
+        # editors end every file with a newline, after which a model begins another line
+        texts.append(text if keep_newline else text.removesuffix("\n").removesuffix("\r"))
     return texts or [""]
+
+
+def read_escapes(text: str) -> str:
+    r"""A text in which \n, \t, \r and \\ stand for what a shell cannot easily pass; others stay."""
+    meant = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+    return re.sub(r"\\([ntr\\])", lambda match: meant[match[1]], text)
 
 
 @contextmanager
 def show_line(what: str) -> Iterator[Callable[[], object] | None]:
-    """Gives a function that writes a line to stderr, if that is a terminal; gone afterwards."""
+    """Gives a function that shows a line on stderr, if that is a terminal, until the block ends."""
     screen = sys.stderr
     if not screen.isatty():
         yield None

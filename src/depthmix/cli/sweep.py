@@ -31,7 +31,7 @@ def sweep(
         list[str] | None,
         typer.Argument(
             metavar="PLAN|FIELD=VALUE",
-            help="A plan of the package or a .toml file, and fields to change in all its runs.",
+            help="A built-in plan or a .toml file, and fields to change in all its runs.",
             show_default=False,
         ),
     ] = None,
@@ -48,7 +48,7 @@ def sweep(
     tflops: Annotated[
         float | None,
         typer.Option(
-            help="TFLOP/s of all jobs together, to tell the time; if empty it is measured, or "
+            help="TFLOP/s of all jobs together, to estimate the time; measured if empty, or "
             "guessed by the plan until a run has finished."
         ),
     ] = None,
@@ -65,9 +65,9 @@ def sweep(
         False
     ),
 ) -> None:
-    """Train all runs of a plan, and go on where it stopped.
+    """Train all runs of a plan, or resume them.
 
-    Ctrl-C saves and stops every run; the same command goes on. Finished runs are kept.
+    Ctrl-C saves and stops every run; the same command resumes. Finished runs are kept.
 
     \b
     For example:
@@ -106,11 +106,11 @@ def sweep(
     num_left = sum(standing.todo != "nothing" for standing in standings.values())
     compare = f"compare them with: depthmix report {shlex.quote(str(folder))}"
     if not num_left:
-        say(console, f"all {len(runs)} runs are finished: there is nothing left to do; {compare}")
+        say(console, f"all runs ({len(runs)}) are finished, there is nothing left to do; {compare}")
         return
     if corpus is None:
         made = prepare_once(vocab_size, console)
-        # a run that is told of no data finds the other one by itself, on any machine
+        # without --data a run finds the default corpus by itself, on any machine
         corpus = made if plan.vocab_size else None
     options: dict[str, Any] = {"data": corpus, "device": device}
     if slurm:
@@ -131,7 +131,7 @@ def sweep(
     if mixed:
         say(console, mixed)
     end_sweep(summary, folder, num_left, again, console)
-    say(console, f"all {len(runs)} runs are finished; {compare}")
+    say(console, f"all runs ({len(runs)}) are finished; {compare}")
 
 
 def parse_parameters(texts: Sequence[str]) -> dict[str, int | str]:
@@ -154,7 +154,7 @@ def find_vocab_size(data: Path | None, default: int | None) -> int:
 
 
 def prepare_once(vocab_size: int, console: "Console") -> Path:
-    """Make the default corpus before runs that start together would each make it."""
+    """Prepare the default corpus once, before runs that start together would each do it."""
     from depthmix.data.default import prepare_default
     from depthmix.data.prepare import show_progress
 
@@ -165,21 +165,21 @@ def prepare_once(vocab_size: int, console: "Console") -> Path:
 def end_sweep(
     summary: "Summary", folder: Path, num_left: int, again: str, console: "Console"
 ) -> None:
-    """Say what did not come to its end and how to go on, and leave with its exit code."""
+    """Say what did not finish and how to resume, and leave with the exit code for it."""
     from depthmix.sweep.folders import LOG
 
     for name, lines in summary.failed.items():
         say(console, f"{name} failed; {folder / name.partition('/')[2] / LOG} ends with:")
         say(console, "\n".join(f"  {line}" for line in lines))
     if summary.signal is not None:
-        told = f"stopped with {len(summary.finished)} of {num_left} runs finished"
-        print(f"{told}; go on with: {again}", file=sys.stderr, flush=True)
+        message = f"stopped with {len(summary.finished)} of {num_left} runs finished"
+        print(f"{message}; resume with: {again}", file=sys.stderr, flush=True)
         if summary.signal == signal.SIGINT:
             raise typer.Exit(130)
         sys.exit(128 + summary.signal)
     if summary.failed:
-        told = f"{len(summary.failed)} of {num_left} runs failed twice"
-        print(f"depthmix: {told}; try them again with: {again}", file=sys.stderr, flush=True)
+        message = f"{len(summary.failed)} of {num_left} runs failed twice"
+        print(f"depthmix: {message}; try them again with: {again}", file=sys.stderr, flush=True)
         raise typer.Exit(1)
 
 

@@ -1,4 +1,4 @@
-"""The verb that writes down what a router does with a text."""
+"""The verb that records what a router does with a text."""
 
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +30,7 @@ def trace(
     max_tokens: MaxTokens = None,
     device: Device = None,
 ) -> None:
-    """Write down what a trained model does with a text, token by token.
+    """Record what a model does with a text, token by token.
 
     For each token and each routed block: routed under top-k, routed under the causal rule, and the
     scores; for each token entropy and loss of the prediction. 'depthmix view' makes a page of it.

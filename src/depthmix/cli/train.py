@@ -1,9 +1,10 @@
-"""The verb that trains a model, or goes on with a run."""
+"""The verb that trains a model, or resumes a run."""
 
 import os
 import signal
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from depthmix.cli.arguments import (
     RunFieldsCommand,
     app,
     check_device,
+    name_flags,
     read_length,
     split_arguments,
 )
@@ -32,15 +34,15 @@ def train(
         Path | None,
         typer.Option(
             "--config",
-            help="Model and recipe as in this file: a run's config.toml, or one like it.",
+            help="Take model and recipe from this file, such as a run's config.toml.",
             metavar="FILE",
         ),
     ] = None,
     data: Data = None,
-    steps: Annotated[int | None, typer.Option(help="Stop after so many steps.")] = None,
-    tokens: Annotated[float | None, typer.Option(help="Stop after so many tokens.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Stop after this many steps.")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Stop after this many tokens.")] = None,
     flops: Annotated[
-        float | None, typer.Option(help="Stop after so many FLOPs, such as 1e17.")
+        float | None, typer.Option(help="Stop after this many FLOPs, such as 1e17.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; runs/MODEL-TIME if empty.")
@@ -49,44 +51,51 @@ def train(
         int | None, typer.Option(help="Steps between checkpoints; every 3 minutes if empty.")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with the run in this folder.", metavar="RUN")
+        Path | None,
+        typer.Option(
+            help="Resume the run in this folder; a longer budget extends it.", metavar="RUN"
+        ),
     ] = None,
     start: Annotated[
         Path | None,
         typer.Option(
             "--from",
-            help="Begin with the weights of a run, a checkpoint, or a Hugging Face folder.",
+            help="Start with the weights of a run, a checkpoint, or a Hugging Face folder.",
             metavar="RUN|DIR",
         ),
     ] = None,
     device: Device = None,
 ) -> None:
-    """Train a model, or go on with a run.
+    """Train a model, or resume a run.
 
-    Ctrl-C saves and stops; --resume goes on, also after a kill, as if nothing had happened.
+    A preset takes the vocabulary of the data. Ctrl-C saves and stops; --resume continues, also
+    after a kill, as if the run had never stopped.
 
     \b
     For example:
       depthmix train --preset 60m --data data --flops 1e17 train.batch_size=32
-      depthmix train --resume runs/60m-20261115-142233
+      depthmix train --resume runs/60m-20261115-142233 --steps 4000
       depthmix train --from runs/upcycled --data data train.start_capacity=1.0
       depthmix train --config runs/60m-20261115-142233/config.toml train.seed=1
       torchrun --nproc-per-node 8 -m depthmix train --preset 1b --data data
     """
     from depthmix.config import START_RATES, RunConfig, load_config, load_run_config
+    from depthmix.config.train import BUDGETS
 
     models, overrides = split_arguments(fields or [], train=True)
     if models:
         raise ValueError(
-            f"'{models[0]}' is no field: write FIELD=VALUE, and name a model with --preset"
+            f"'{models[0]}' is not a field: write FIELD=VALUE, and name a model with --preset"
         )
     budget = {"steps": steps, "tokens": tokens, "flops": flops}
     given = {**budget, "checkpoint_every": checkpoint_every}
     given = {f"train.{name}": value for name, value in given.items() if value is not None}
-    if resume is not None and (given or overrides or preset or config_file or out or start):
+    longer = {name: v for name, v in {**overrides, **given}.items() if name[6:] in BUDGETS}
+    others = longer.keys() != {**overrides, **given}.keys()
+    if resume is not None and (others or preset or config_file or out or start):
         raise ValueError(
-            "--resume goes on with a run as it was: leave out the model, its fields, the budget "
-            "and --out"
+            "--resume takes the model, its fields and the folder from the run: leave them out; "
+            "only a longer budget (--steps, --tokens or --flops) may be given"
         )
     if start is not None and preset is not None:
         raise ValueError(f"the model of {start} is known: leave out --preset {preset}")
@@ -96,11 +105,13 @@ def train(
     check_device(device)
     config = None
     name = preset or "demo"
-    if config_file is not None:
-        name = config_file.resolve().parent.name
-        config = load_run_config(config_file).override({**overrides, **given})
-    elif resume is None and start is None:
-        config = RunConfig.from_overrides(load_config(name), {**overrides, **given})
+    named = partial(name_flags, *BUDGETS, "checkpoint_every", prefix="train.")
+    with named():
+        if config_file is not None:
+            name = config_file.resolve().parent.name
+            config = load_run_config(config_file).override({**overrides, **given})
+        elif resume is None and start is None:
+            config = RunConfig.from_overrides(load_config(name), {**overrides, **given})
     from rich.console import Console
 
     from depthmix.models import open_model
@@ -110,13 +121,18 @@ def train(
     if start is not None:
         name = start.resolve().name
         source = open_model(start, max_seq_len=read_length(overrides))
-        config = RunConfig.from_overrides(source.config, {**START_RATES, **overrides, **given})
+        with named():
+            config = RunConfig.from_overrides(source.config, {**START_RATES, **overrides, **given})
 
     label = Path(name).stem if name.endswith(".toml") else name
     plan = Launch(run=config, name=label, data=data, out=out, resume=resume, device=device)
-    plan = plan._replace(start=source)
+    fits = config_file is None and source is None and "vocab_size" not in overrides
+    plan = plan._replace(
+        start=source, budget=longer, fit_vocabulary=fits and not _sets_vocabulary(name)
+    )
     try:
-        outcome, _ = launch(plan, Console())
+        with named():
+            outcome, _ = launch(plan, Console())
     except KeyboardInterrupt as stopped:
         with suppress(OSError):
             print(str(stopped) or "interrupted", file=sys.stderr, flush=True)
@@ -126,3 +142,13 @@ def train(
     if outcome.state != "finished":
         # what there is to say has been said
         sys.exit(128 + (outcome.signal or 0))
+
+
+def _sets_vocabulary(preset: str) -> bool:
+    """Whether a model's own file says how many ids it has; the presets' numbers are examples."""
+    if not preset.endswith(".toml"):
+        return False
+    from depthmix.config.fields import read_toml
+
+    tree = read_toml(Path(preset).read_text(encoding="utf-8"))
+    return "vocab_size" in tree.get("model", tree)

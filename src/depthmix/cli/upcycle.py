@@ -1,6 +1,7 @@
-"""The verb that makes a Mixture-of-Depths of a dense checkpoint."""
+"""The verb that turns a dense checkpoint into a Mixture-of-Depths."""
 
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from depthmix.cli.arguments import (
     FieldsCommand,
     app,
     check_device,
+    name_flags,
     read_length,
     read_text,
     split_arguments,
@@ -26,13 +28,15 @@ def upcycle(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A folder with config.json and safetensors, or a dense run.", metavar="DIR"
+            help="A folder with config.json and safetensors, a dense run, or a model's name on the "
+            "Hugging Face hub.",
+            metavar="DIR|OWNER/NAME",
         ),
     ],
     out: Annotated[Path, typer.Option(help="The new run's folder.", metavar="RUN")],
     fields: Fields = None,
     capacity: Annotated[
-        str, typer.Option(help="Share of tokens that a routed block keeps; a list; a schedule.")
+        str, typer.Option(help="Fraction of tokens that a routed block keeps; a list; a schedule.")
     ] = "0.125",
     every: Annotated[int, typer.Option(help="Route every n-th block.")] = 2,
     first_dense: Annotated[
@@ -41,7 +45,7 @@ def upcycle(
     least: Annotated[
         int | None,
         typer.Option(
-            help="Route so many blocks: those that --text misses least, not every n-th.",
+            help="Route this many blocks: those whose removal hurts least on --text.",
             show_default=False,
         ),
     ] = None,
@@ -52,33 +56,34 @@ def upcycle(
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="For --least: cpu or cuda; a GPU if there is one.")
+        str | None, typer.Option(help="For --least: cpu or cuda. Default: a GPU if there is one.")
     ] = None,
     gate: Annotated[
-        str, typer.Option(help="tanh1 begins at 1, so that the dense model is unchanged.")
+        str, typer.Option(help="tanh1 starts at 1, which leaves the dense model unchanged.")
     ] = "tanh1",
 ) -> None:
-    """Make a Mixture-of-Depths of a dense Llama, Mistral, Qwen2, Qwen3 or SmolLM checkpoint.
+    """Turn a dense Llama, Mistral or Qwen into a routed model.
 
-    The result is a run that nobody has trained: 'depthmix train --from' heals it, 'depthmix sample'
-    and 'depthmix trace' open it.
+    Reads the families Llama (with SmolLM), Mistral, Qwen2 and Qwen3. The result is an untrained
+    run: 'depthmix train --from' heals it, 'depthmix sample' and 'depthmix trace' open it.
 
     \b
     For example:
       depthmix upcycle models/SmolLM2-135M --out runs/smol --capacity 0.125
+      depthmix upcycle HuggingFaceTB/SmolLM2-135M --out runs/smol
       depthmix upcycle SmolLM2-135M --out runs/smol --least 10 --text essay.txt
     """
     check_device(device)
     names, overrides = split_arguments(fields or [])
     if names:
-        raise ValueError(f"'{names[0]}' is no field: write FIELD=VALUE")
+        raise ValueError(f"'{names[0]}' is not a field: write FIELD=VALUE")
     given: dict[str, Any] = {"routing.capacity": capacity, "routing.every": every}
     given |= {"routing.first_dense": first_dense, "routing.gate": gate}
     if least is None:
         unused = [name for name, value in (("--text", text), ("--device", device)) if value]
         if unused:
-            told = ", ".join(unused)
-            raise ValueError(f"{told} is for --least: say how many blocks shall route")
+            flags = ", ".join(unused)
+            raise ValueError(f"{flags} is for --least: say how many blocks to route")
     else:
         if not text:
             raise ValueError("--least needs --text: a file on which the blocks are measured")
@@ -87,16 +92,24 @@ def upcycle(
         if least < 1:
             raise ValueError(f"--least {least} must be at least 1")
     from depthmix.models import open_model
-    from depthmix.models.upcycle import TOLD_LENGTH, check_upcycle
+    from depthmix.models.hub import fetch_model, is_hub_name
+    from depthmix.models.upcycle import SHOWN_LENGTH, check_upcycle
     from depthmix.models.upcycle import upcycle as make_run
+    from depthmix.runs.folder import RunDir
 
     given |= overrides
+    if is_hub_name(source):
+        # before a download that may take minutes
+        RunDir(out).check_free()
+        print(f"getting {source} from the Hugging Face hub", file=sys.stderr)
+        source = fetch_model(str(source))
     opened = open_model(source, max_seq_len=read_length(overrides))
-    if least is not None:
-        check_upcycle(opened, out, given)
-        given["routing.layers"] = choose_blocks(opened, least, text or [], device)
-    made = make_run(opened, out, given)
-    place, length = shlex.quote(str(out)), min(TOLD_LENGTH, made.config.max_seq_len)
+    with name_flags("capacity", "every", "first_dense", "gate", prefix="routing."):
+        if least is not None:
+            check_upcycle(opened, out, given)
+            given["routing.layers"] = choose_blocks(opened, least, text or [], device)
+        made = make_run(opened, out, given)
+    place, length = shlex.quote(str(out)), min(SHOWN_LENGTH, made.config.max_seq_len)
     for line in made.describe():
         print(line)
     if made.config.routing.gate == "tanh1" and made.config.routing.init_std == 0:
@@ -112,7 +125,7 @@ def upcycle(
 def choose_blocks(
     source: "StoredModel", count: int, files: list[str], device: str | None
 ) -> tuple[int, ...]:
-    """The blocks that some text misses least, with a bar while they are looked for."""
+    """The blocks whose removal hurts least on some text, with a bar while they are measured."""
     from rich.console import Console
 
     from depthmix.eval.blocks import measure_least

@@ -1,4 +1,4 @@
-"""The verb that makes a page of what a router does with a text."""
+"""The verb that shows on a page what a router does with a text."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +10,15 @@ import typer
 from depthmix.cli.arguments import (
     Checkpoint,
     Device,
-    MaxTokens,
     PlainCommand,
     TokenizerPlace,
     app,
     check_out,
     trace_text,
 )
+
+# tokens on a page unless asked for more: a few megabytes
+MAX_SHOWN = 16_384
 
 
 @app.command(cls=PlainCommand)
@@ -39,12 +41,18 @@ def view(
     ] = None,
     checkpoint: Checkpoint = None,
     tokenizer: TokenizerPlace = None,
-    max_tokens: MaxTokens = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Limit on the tokens of the text; browsers are slow with many more.",
+            show_default=f"{MAX_SHOWN:,}",
+        ),
+    ] = None,
     device: Device = None,
 ) -> None:
-    """Make a page that shows a text by the depth that each token used.
+    """Make a page of a text, shaded by the depth of each token.
 
-    It is one file that needs no other and no network: open it in a browser, send it, print it.
+    The page is a single file that works without a network: open it in a browser, send it, print it.
 
     \b
     For example:
@@ -66,24 +74,27 @@ def view(
             raise ValueError(f"{source} is a trace already: leave out {', '.join(given)}")
         with _explain_damage(source):
             found = read_trace(source)
-            page, told = write_page(found), tell_trace(found)
+            page, summary = write_page(found), tell_trace(found)
     elif text is None and source.is_dir():
-        raise ValueError(f"{source} is a folder: say with --text FILE what its model shall read")
+        raise ValueError(f"{source} is a folder: name a text for its model with --text FILE")
     elif text is None:
         raise ValueError(f"there is no trace '{source}': 'depthmix trace' writes one")
     else:
-        found = trace_text(source, text, checkpoint, tokenizer, max_tokens, device)
-        page, told = write_page(found), tell_trace(found)
+        found = trace_text(source, text, checkpoint, tokenizer, max_tokens or MAX_SHOWN, device)
+        page, summary = write_page(found), tell_trace(found)
+        num_shown = len(found["tokens"]) - found["num_added"]
+        if max_tokens is None and num_shown == MAX_SHOWN:
+            summary += f"; only the first {MAX_SHOWN:,} tokens are shown, --max-tokens shows more"
     replace_file(out, page)
-    print(f"{out}: {told}")
+    print(f"{out}: {summary}")
 
 
 @contextmanager
 def _explain_damage(trace: Path) -> Iterator[None]:
-    """What a trace lacks, as a sentence: not all that a page needs is checked one by one."""
+    """Turn what is missing in a trace into a sentence: not every value is checked on its own."""
     try:
         yield
     except (AttributeError, LookupError, TypeError) as error:
         raise ValueError(
-            f"{trace} is damaged ({error}): write it anew with 'depthmix trace'"
+            f"{trace} is damaged ({error}): write it again with 'depthmix trace'"
         ) from error

@@ -1,7 +1,8 @@
 """What may be chosen by name in a model: strategies, gates, selectors, and what each of them means.
 
-Owns every list of these names. Validation, `--help`, reports and traces read it here; who computes
-them (`nn`, `kernels`) has a formula for each name, and tests hold those to these tables.
+Owns every list of these names. Validation, `--help`, reports and traces read it here; the
+modules that compute (`nn`, `kernels`) have a formula for each name, and tests compare them with
+these tables.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ class Strategy(NamedTuple):
     meaning: str
     """For `--help`."""
     label: str = ""
-    """What training does by itself, as a trace tells it."""
+    """The name of training's own rule in a trace."""
     kind: str = ""
     """A model that routes so, as reports name it."""
     is_random: bool = False

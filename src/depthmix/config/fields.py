@@ -19,6 +19,8 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
+from depthmix.files import parse_json
+
 C = TypeVar("C")
 N = TypeVar("N", int, float)
 
@@ -53,8 +55,8 @@ class Bounds:
             )
         if high < math.inf:
             return f"not be more than {high}" if last == "]" else f"be less than {high}"
-        told = f"greater than {low}" if first == "(" else f"at least {low}" if low else "0 or more"
-        return f"be {told}" if finite else f"be a finite number, {told}"
+        limit = f"greater than {low}" if first == "(" else f"at least {low}" if low else "0 or more"
+        return f"be {limit}" if finite else f"be a finite number, {limit}"
 
 
 class Choices(NamedTuple):
@@ -161,6 +163,8 @@ def read_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"this is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise ValueError("this TOML is nested too deeply") from error
 
 
 def to_json(config: Any) -> str:
@@ -171,7 +175,7 @@ def to_json(config: Any) -> str:
 def from_json(kind: type[C], text: str) -> C:
     """Inverse of `to_json`."""
     try:
-        tree = json.loads(text)
+        tree = parse_json(text)
     except ValueError as error:
         raise ValueError(f"this is not valid JSON: {error}") from error
     if not isinstance(tree, Mapping):
@@ -193,15 +197,35 @@ def document_fields(kind: type, prefix: str = "") -> dict[str, str]:
     for node, follower in pairwise(body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             text = follower.value if isinstance(follower, ast.Expr) else None
-            told = text.value if isinstance(text, ast.Constant) else ""
-            docs[node.target.id] = inspect.cleandoc(str(told)).replace("\n", " ")
+            doc = text.value if isinstance(text, ast.Constant) else ""
+            docs[node.target.id] = inspect.cleandoc(str(doc)).replace("\n", " ")
     listed = {}
     for name, declared in field_types(kind).items():
         if dataclasses.is_dataclass(declared) and isinstance(declared, type):
             listed |= document_fields(declared, f"{prefix}{name}.")
         else:
-            listed[prefix + name] = " ".join((docs.get(name, ""), *_tell_choices(declared))).strip()
+            listed[prefix + name] = " ".join(
+                (docs.get(name, ""), *_describe_choices(declared))
+            ).strip()
     return listed
+
+
+def format_defaults(kind: type, prefix: str = "") -> dict[str, str]:
+    """Dotted name of every field → its default as it is written; empty where there is none."""
+    listed = {}
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(field.type) and isinstance(field.type, type):
+            listed |= format_defaults(field.type, f"{prefix}{field.name}.")
+        else:
+            known = field.default not in (None, dataclasses.MISSING)
+            listed[prefix + field.name] = _write_value(field.default) if known else ""
+    return listed
+
+
+def _write_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_write_value, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -210,12 +234,12 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
-def _tell_choices(declared: Any) -> list[str]:
+def _describe_choices(declared: Any) -> list[str]:
     """A sentence with every name that a field takes, where these have meanings."""
-    told = [part for part in _split(declared)[1] if isinstance(part, Choices)]
+    found = [part for part in _split(declared)[1] if isinstance(part, Choices)]
     return [
         "; ".join(f"{name}: {meaning}" for name, meaning in choices.meanings.items()) + "."
-        for choices in told
+        for choices in found
     ]
 
 

@@ -306,7 +306,7 @@ class ModelConfig:
     def choose_selector(self, wanted: str | None) -> str | None:
         """The causal selector to generate and to score with: the one that was trained, or `wanted`.
 
-        A model without a trained one has to be told: whatever it took would be a guess.
+        A model without a trained one needs an explicit choice: any default would be a guess.
         """
         fits = [s for s in CAUSAL_SELECTORS if self.find_selector_problem(s) is None]
         advice = f"use {' or '.join(map(repr, fits))}"

@@ -24,10 +24,10 @@ START_RATES: Mapping[str, Any] = {
     "train.scale_by_width": False,
     "train.router_rate_factor": 10.0,
 }
-"""For weights that know something already: low, and embeddings no higher than matrices. But routers
-and predictors, which mostly do not, must follow a capacity that falls."""
+"""For weights that are already trained: low, and embeddings no higher than matrices. But routers
+and predictors, which mostly are not, must follow a capacity that falls."""
 
-# beyond this, not every reader of JSON and TOML tells two whole numbers apart
+# beyond this, not every reader of JSON and TOML keeps whole numbers exact
 Seed = Annotated[int, Bounds(least=0, most=2**53 - 1)]
 Beta = Annotated[Share, Bounds(below=1, hint="1 would never learn")]
 
@@ -73,7 +73,7 @@ class Recipe:
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon for the blocks' matrices with adamw for all else."""
     learning_rate: Positive[float] = 8e-3
-    """Highest learning rate, that of the embeddings; see scale_by_width."""
+    """Peak learning rate, that of the embeddings; see scale_by_width."""
     scale_by_width: bool = True
     """Give the blocks' matrices learning_rate · 32 / width (Muon's: · √(256 / width)), so that one
     setting fits all sizes."""
@@ -82,11 +82,11 @@ class Recipe:
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After warming up: cosine to the end, wsd (stable, then a linear decay), or constant."""
     warmup_share: Share = 0.05
-    """Share of the run in which the learning rate rises to its highest."""
+    """Fraction of steps spent warming up."""
     decay_share: Share = 0.2
-    """Share of the run in which wsd falls, at its end."""
+    """Fraction of steps in which wsd decays, at the end."""
     final_rate_share: Share = 0.1
-    """Learning rate at the end, as a share of the highest (cosine and wsd)."""
+    """Final learning rate as a fraction of the peak (cosine and wsd)."""
     weight_decay: NotNegative[float] = 0.1
     """Decay of the matrices; embeddings, norms and routers have none."""
     beta1: Beta = 0.9
@@ -99,11 +99,11 @@ class Recipe:
     """Capacity that every routed block begins with, to fall to the model's own in stages. Empty
     means: the model's own from the start."""
     capacity_fall_share: Share = 0.5
-    """Share of the run in which the capacity falls, at its beginning."""
+    """Fraction of steps in which the capacity falls, at the start."""
     num_capacity_stages: Positive[int] = 8
-    """Number of stages in which it falls; each is compiled anew where steps are compiled."""
+    """Number of stages in which it falls; each is compiled separately if steps are compiled."""
     trainable: Literal["all", "routers", "lora"] = "all"
-    """What learns: all, routers and predictors alone, or these and low-rank adapters of blocks."""
+    """What is trained: all; routers and predictors only; or these and low-rank adapters (lora)."""
     lora_rank: Positive[int] = 16
     """Rank of those adapters."""
     lora_alpha: Positive[float] | None = None
@@ -111,7 +111,7 @@ class Recipe:
     lora_blocks: Literal["routed", "all"] = "routed"
     """Blocks whose matrices have adapters: those that route, or all."""
     teacher: str | None = None
-    """A run or folder whose model's predictions are learned beside the text."""
+    """A run or folder of a model to distil from, beside learning the text."""
     distill_loss_weight: NotNegative[float] = 1.0
     """Weight of that loss, the divergence from the teacher's predictions."""
     document_mask: bool = True
@@ -135,7 +135,7 @@ class Recipe:
     """Steps between two validations. Empty means: twenty in a run, or fewer where they would read
     more than a tenth of what is trained on; one at the end in any case."""
     val_tokens: Positive[int] = 131072
-    """Tokens of the validation split to look at, at most."""
+    """Most tokens of the validation split to evaluate."""
     checkpoint_every: Count | None = None
     """Steps between two checkpoints. Empty means: every checkpoint_minutes."""
     checkpoint_minutes: NotNegative[float] = 3.0
@@ -302,7 +302,7 @@ def _refuse_unknown(name: str) -> None:
         close = [f"train.{near}" for near in difflib.get_close_matches(bare, recipe, n=1)]
         unknown, meant = bare not in recipe, [bare] if bare in model else close
     else:
-        # what is no field at all is the model's to refuse
+        # unknown names are refused by the model
         bare = Recipe.OLD_NAMES.get(name, name)
         unknown, meant = bare in recipe and name not in model, [f"train.{bare}"]
     if unknown:

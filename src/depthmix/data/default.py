@@ -19,7 +19,7 @@ from depthmix.data.prepare import DEFAULT_VOCAB_SIZE, Report, prepare
 from depthmix.data.shards import Corpus
 from depthmix.data.stdlib import find_files
 
-# what a killed process left is removed after this time, when surely nobody works there
+# what a killed process left is removed after this time, when it cannot be in use any more
 ABANDONED_SECONDS = 24 * 3600
 
 
@@ -37,7 +37,7 @@ def prepare_default(vocab_size: int = DEFAULT_VOCAB_SIZE, progress: Report | Non
         prepare(["stdlib"], private, vocab_size=vocab_size, progress=progress)
         private.chmod(0o755)
         if folder.exists() and not _is_complete(folder):
-            # only ever complete when it got its name, so somebody damaged it since
+            # it was complete when it got its name, so it was damaged since
             shutil.rmtree(folder)
         try:
             os.rename(private, folder)

@@ -33,7 +33,7 @@ PACKAGE_CHARS = 1 << 19
 
 
 class ReadingPlace(NamedTuple):
-    """Where reading goes on: the number of a unit, and of the next document in it."""
+    """Where reading resumes: the number of a unit, and of the next document in it."""
 
     unit: int
     document: int
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What is read, and how documents are told apart and shared out."""
+    """What is read, and how documents are separated and assigned to splits."""
 
     units: Sequence[Unit]
     val_units: Sequence[Unit] = ()
@@ -65,7 +65,7 @@ class Reading:
 
     @property
     def total_bytes(self) -> int:
-        """Size on disk; 0 where nobody knows."""
+        """Size on disk; 0 if unknown."""
         return sum(unit.num_bytes for unit in (*self.units, *self.val_units))
 
     def read_contents(self, units: Iterable[Unit]) -> Iterator[str | np.ndarray]:

@@ -69,7 +69,8 @@ class Loader:
         if split.num_tokens < seq_len + 1:
             raise ValueError(
                 f"the split '{split.name}' has {split.num_tokens} tokens, fewer than one row of "
-                f"{seq_len} + 1: use a shorter sequence or more data"
+                f"{seq_len} + 1: lower train.seq_len to {max(1, split.num_tokens - 1)}, or prepare "
+                f"more data"
             )
         if seed < 0:
             raise ValueError(f"seed = {seed} must not be negative")

@@ -5,6 +5,7 @@ asked then, and the sentence for a file that cannot be written. Does not open sh
 """
 
 import dataclasses
+import errno
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.config import fields
-from depthmix.files import PART, replace_file
+from depthmix.files import PART, hash_file, parse_json, replace_file
 
 FORMAT = "depthmix-data"
 VERSION = 1
@@ -43,7 +44,7 @@ class SplitSummary:
     num_tokens: int
     num_documents: int
     num_bytes: int | None
-    """UTF-8 bytes of its text; None where nobody knows."""
+    """UTF-8 bytes of its text; None if unknown."""
     shards: tuple[Shard, ...]
 
 
@@ -58,22 +59,44 @@ class Manifest:
     """Name of the tokenizer's file in the folder; None where the ids came ready-made."""
     sources: tuple[str, ...]
     num_skipped_files: int
-    """Files in the sources' folders that are no text."""
+    """Files in the sources' folders that are not text."""
     request: Mapping[str, Any]
     """What was asked for, so that the same command is recognised."""
     splits: Mapping[str, SplitSummary]
+    tokenizer_sha256: str | None = None
+    """Of the tokenizer's file; None in folders that an earlier release prepared."""
 
     def to_json(self) -> str:
         """The text of `manifest.json`."""
-        tree = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
-        return json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
+        return json.dumps(self._to_tree(), indent=1, ensure_ascii=False) + "\n"
 
     @property
     def hash(self) -> str:
-        """Sha256 over everything here, and so over every shard."""
-        tree = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
-        text = json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        """Sha256 over everything here, and so over every shard and the tokenizer."""
+        text = json.dumps(
+            self._to_tree(), sort_keys=True, separators=(",", ":"), ensure_ascii=False
+        )
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def _to_tree(self) -> dict[str, Any]:
+        tree = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        # without it the hash of an older folder stays what its runs have noted
+        return {n: v for n, v in tree.items() if n != "tokenizer_sha256" or v is not None}
+
+    def check_tokenizer(self, folder: Path) -> None:
+        """Refuse a folder whose tokenizer is missing, or is not the one that made its ids."""
+        if self.tokenizer is None:
+            return
+        path = folder / self.tokenizer
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: prepare the folder again")
+        # where a tokenizer was given, the request has its hash in every release
+        wanted = self.tokenizer_sha256 or self.request.get("tokenizer")
+        if wanted is not None and hash_file(path) != wanted:
+            raise ValueError(
+                f"{path} is not the tokenizer that made the ids in this folder (its sha256 differs "
+                f"from the manifest's): put that one back, or prepare the folder again"
+            )
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -87,16 +110,16 @@ def read_manifest(folder: Path) -> Manifest:
         if (folder / UNFINISHED_FILE).is_file():
             raise ValueError(
                 f"the data folder {folder} is not finished: run the same `depthmix prepare` "
-                f"command again, it goes on where it stopped"
+                f"command again, it resumes where it stopped"
             )
         raise ValueError(
             f"{folder} is not a data folder (it has no {MANIFEST_FILE}): make one with "
             f"`depthmix prepare SOURCE`"
         )
     try:
-        tree = json.loads(path.read_bytes())
+        tree = parse_json(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): prepare the folder anew") from error
+        raise ValueError(f"{path} is not valid JSON ({error}): prepare the folder again") from error
     return parse_manifest(tree, path)
 
 
@@ -109,7 +132,7 @@ def parse_manifest(tree: Any, path: Path) -> Manifest:
     if tree.get("version") != VERSION:
         raise ValueError(
             f"{path} has version {tree.get('version')}, and this depthmix reads version {VERSION}: "
-            f"use the depthmix that made it, or prepare the folder anew"
+            f"use the depthmix that made it, or prepare the folder again"
         )
     try:
         splits = {name: _parse_split(tree["splits"][name]) for name in SPLITS}
@@ -130,10 +153,17 @@ def parse_manifest(tree: Any, path: Path) -> Manifest:
             num_skipped_files=int(tree["num_skipped_files"]),
             request=dict(tree["request"]),
             splits=splits,
+            tokenizer_sha256=_parse_hash(tree.get("tokenizer_sha256")),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else error
-        raise ValueError(f"{path} is damaged ({reason}): prepare the folder anew") from error
+        raise ValueError(f"{path} is damaged ({reason}): prepare the folder again") from error
+
+
+def _parse_hash(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError("tokenizer_sha256 is not text")
+    return value
 
 
 def _parse_split(tree: Mapping[str, Any]) -> SplitSummary:
@@ -157,9 +187,19 @@ def explain_writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            remedy = "make room or choose another folder"
+        elif error.errno in (errno.EEXIST, errno.ENOTDIR):
+            raise OSError(
+                f"cannot write {path} ({reason}): it is a file or lies below one, choose another "
+                f"folder"
+            ) from error
+        else:
+            remedy = "fix that or choose another folder"
         raise OSError(
-            f"cannot write {path} ({error.strerror or error}): make room or choose another folder, "
-            f"and run the same command again; it goes on where it stopped"
+            f"cannot write {path} ({reason}): {remedy}, and run the same command again; it resumes "
+            f"where it stopped"
         ) from error
 
 
@@ -185,13 +225,13 @@ def claim_folder(folder: Path, request: dict[str, Any]) -> dict[str, Any] | None
     path = folder / UNFINISHED_FILE
     if path.exists():
         try:
-            tree = json.loads(path.read_bytes())
+            tree = parse_json(path.read_bytes())
             format, before, state = tree["format"], tree["request"], tree["state"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged: remove {folder} and start anew") from error
+            raise ValueError(f"{path} is damaged: remove {folder} and start again") from error
         if format != [FORMAT, VERSION]:
             raise ValueError(
-                f"{path} is of another version of depthmix: remove {folder} and start anew"
+                f"{path} is of another version of depthmix: remove {folder} and start again"
             )
         _compare(folder, "is half", before, request)
         return state
@@ -221,7 +261,7 @@ def _compare(folder: Path, verb: str, before: dict[str, Any], now: dict[str, Any
     details = [
         f"other {name.replace('_', ' ')}"
         if name in hashed
-        else f"{name} = {before.get(name)} and not {now.get(name)}"
+        else f"--{name.replace('_', '-')} {before.get(name)} and not {now.get(name)}"
         for name in changed
     ]
     raise ValueError(

@@ -39,6 +39,7 @@ from depthmix.data.tokenizer import (
 )
 from depthmix.files import lock_folder
 from depthmix.progress import show_bar
+from depthmix.units import format_number
 
 if TYPE_CHECKING:
     import rich.console
@@ -66,7 +67,7 @@ class Progress(NamedTuple):
     done_bytes: int = 0
     """Of the sources, on disk."""
     total_bytes: int = 0
-    """0 where nobody knows."""
+    """0 if unknown."""
     num_tokens: int = 0
     num_documents: int = 0
 
@@ -87,11 +88,15 @@ def show_progress(console: "rich.console.Console") -> Iterator[Report]:
     with show_bar(console) as bar:
 
         def report(progress: Progress) -> None:
-            done, total = progress.done_bytes // 10**6, progress.total_bytes // 10**6 or None
-            words = f"{done}/{total or '?'} MB"
-            if progress.num_tokens:
-                words += f"  {progress.num_tokens / 1e6:.1f} M tokens"
-            bar.update(LABELS[progress.stage], done, total, words, stage=progress.stage)
+            done, total = progress.done_bytes, progress.total_bytes
+            words = []
+            if progress.stage == "encode":
+                # some sources do not say how much there is to read
+                words += [f"{done / 1e6:.1f} of {total / 1e6:.1f} MB"] if total else []
+                words += [f"{format_number(progress.num_tokens)} tokens"]
+            bar.update(
+                LABELS[progress.stage], done, total or None, "  ".join(words), stage=progress.stage
+            )
 
         yield report
 
@@ -126,7 +131,7 @@ def prepare(
     seed: int = 0,
     progress: Report | None = None,
 ) -> Manifest:
-    """Tokenise `sources` into the folder `out`; goes on where an earlier, killed call stopped.
+    """Tokenise `sources` into the folder `out`; resumes where an earlier, killed call stopped.
 
     Without a `tokenizer` (a path or a hub name), one of `vocab_size` ids is trained. A document's
     content decides whether it is for validation, unless `val_sources` are given. The result does
@@ -202,7 +207,7 @@ def prepare(
 
 
 class _Work:
-    """The writers of both splits, with what is needed to go on after a kill."""
+    """The writers of both splits, with what is needed to resume after a kill."""
 
     def __init__(
         self,
@@ -280,6 +285,7 @@ class _Work:
             num_skipped_files=num_skipped_files,
             request=self.request,
             splits={split: writer.finish() for split, writer in self.writers.items()},
+            tokenizer_sha256=self.vocabulary.hash,
         )
 
     def close(self) -> None:
@@ -300,12 +306,12 @@ def _check_options(
         raise ValueError("nothing to prepare: name a file, a folder, hf:owner/name or stdlib")
     if not 0 <= val_fraction < 1:
         raise ValueError(
-            f"val_fraction = {val_fraction} must lie in [0, 1): 0.02 keeps one document in fifty "
+            f"--val-fraction {val_fraction} must lie in [0, 1): 0.02 keeps one document in fifty "
             f"for validation"
         )
-    for name, value in (("shard_tokens", shard_tokens), ("num_workers", num_workers)):
+    for name, value in (("shard_tokens =", shard_tokens), ("--workers", num_workers)):
         if value is not None and value < 1:
-            raise ValueError(f"{name} = {value} must be at least 1")
+            raise ValueError(f"{name} {value} must be at least 1")
 
 
 def load_vocabulary(

@@ -1,7 +1,7 @@
 """Shards: the ids of a split on disk, written document by document, and mapped to be read.
 
 Owns a shard's two files, `train-00000.bin` (ids) and `train-00000.idx` (where documents begin):
-that a writer killed at any time can go on, and that a folder is opened only if every file is there
+that a writer killed at any time can resume, and that a folder is opened only if every file is there
 and whole. Knows nothing of batches, nor of what is in the documents.
 """
 
@@ -37,7 +37,7 @@ INDEX_DTYPE = np.dtype("<u8")
 
 
 class ShardWriter:
-    """Appends documents; `record` gives what a later writer needs to go on from there."""
+    """Appends documents; `record` gives what a later writer needs to resume there."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ShardWriter:
         shard_tokens: int,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """With a `state` that `record` gave, goes on after it and drops what came later."""
+        """With a `state` that `record` gave, resumes after it and drops what came later."""
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.end = np.array([end_token], dtype=self.dtype).tobytes()
@@ -181,7 +181,7 @@ class ShardWriter:
                     os.replace(path, part)
                 if not part.exists() or part.stat().st_size < size:
                     raise ValueError(
-                        f"{part} is shorter than it was: remove {self.folder} and start anew"
+                        f"{part} is shorter than it was: remove {self.folder} and start again"
                     )
         for path in self.folder.glob(f"{self.split}-[0-9]*"):
             if path.name not in kept:
@@ -198,7 +198,7 @@ class ShardWriter:
         self._truncate()
 
     def _truncate(self) -> None:
-        """Cut the files to the complete documents, and go on at their end."""
+        """Cut the files to the complete documents, and continue at their end."""
         for file, size in zip((self.bin, self.idx), self._part_sizes(), strict=True):
             with explain_writing(Path(file.name)):
                 file.flush()
@@ -268,7 +268,7 @@ class Split:
             offsets = np.fromfile(path, dtype=INDEX_DTYPE).astype(np.int64)
             num_tokens = len(self._shards[number])
             if offsets[0] != 0 or offsets[-1] != num_tokens or (np.diff(offsets) <= 0).any():
-                raise ValueError(f"{path} does not fit its shard: prepare the folder anew")
+                raise ValueError(f"{path} does not fit its shard: prepare the folder again")
             parts.append(offsets[1:] + self._shard_starts[number])
         return np.concatenate(parts)
 
@@ -279,7 +279,7 @@ class Split:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of text for each token, end tokens counted; None where nobody knows."""
+        """UTF-8 bytes of text for each token, end tokens counted; None if unknown."""
         return self.num_bytes / self.num_tokens if self.num_bytes and self.num_tokens else None
 
     def read(self, document_number: int, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -311,7 +311,7 @@ class Split:
         if self._maps[number].size() < self._shards[number].nbytes:
             raise ValueError(
                 f"{self._files[number]} was cut short while it was in use: copy it again, or "
-                f"prepare the folder anew"
+                f"prepare the folder again"
             )
         return self._shards[number]
 
@@ -351,12 +351,11 @@ class Corpus:
                 )
                 for name, size, sha256 in files:
                     _check_file(folder / name, size, sha256 if verify == "full" else None)
-        if manifest.tokenizer is not None and not (folder / manifest.tokenizer).is_file():
-            raise ValueError(f"{folder / manifest.tokenizer} is missing: prepare the folder anew")
+        manifest.check_tokenizer(folder)
         return Corpus(folder, manifest)
 
     def check_unchanged(self) -> None:
-        """Refuse shards that are no longer what was opened; quick where nobody touched them."""
+        """Refuse shards that are no longer what was opened; quick if they were not touched."""
         for path, size, sha256 in self._list_shards():
             found = _stamp(path)
             if found != self._stamps[path]:
@@ -425,15 +424,15 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 def _check_file(path: Path, size: int, sha256: str | None) -> None:
     if not path.is_file():
-        raise ValueError(f"{path} is missing: copy it again, or prepare the folder anew")
+        raise ValueError(f"{path} is missing: copy it again, or prepare the folder again")
     found = path.stat().st_size
     if found != size:
         raise ValueError(
             f"{path} has {found} bytes and not the {size} of its manifest: copy it again, or "
-            f"prepare the folder anew"
+            f"prepare the folder again"
         )
     if sha256 is not None and hash_file(path) != sha256:
         raise ValueError(
             f"{path} is not what it was (its sha256 differs from the manifest's): copy it again, "
-            f"or prepare the folder anew"
+            f"or prepare the folder again"
         )

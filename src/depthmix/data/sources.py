@@ -57,7 +57,7 @@ class Unit:
     key: str
     """For comparing: the same wherever the source lies."""
     num_bytes: int = 0
-    """Size on disk; 0 where nobody knows."""
+    """Size on disk; 0 if unknown."""
     path: Path = Path()
     dtype: str = ""
     """Of a token file's items, as numpy writes it."""
@@ -81,7 +81,7 @@ def list_source(
     token_dtype: str | None = None,
     exclude: Path | None = None,
 ) -> Listing:
-    """The units of a source, in a fixed order; whatever is wrong with it is said here.
+    """The units of a source, in a fixed order; anything wrong with it is reported here.
 
     `exclude` is a folder to stay out of: the one that is being written.
     """
@@ -225,7 +225,7 @@ def _read_beginning(unit: Unit) -> Iterator[str]:
 
 
 def _is_text(unit: Unit) -> bool:
-    """Whether a file that nobody named looks like text."""
+    """Whether a file found in a folder looks like text."""
     try:
         empty = True
         for text in _read_beginning(unit):
@@ -287,7 +287,7 @@ def read_documents(
 
 @contextmanager
 def open_stream(path: Path) -> Iterator[tuple[BufferedIOBase, Callable[[], int]]]:
-    """A file's bytes, unpacked, and a function that tells how many were read on disk."""
+    """A file's bytes, unpacked, and a function that counts the bytes read on disk."""
     with open(path, "rb") as raw:
         suffix = path.suffix.lower()
         try:
@@ -300,12 +300,12 @@ def open_stream(path: Path) -> Iterator[tuple[BufferedIOBase, Callable[[], int]]
             else:
                 yield raw, raw.tell
         except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
-            raise ValueError(f"{path} is damaged ({error}): get it anew") from error
+            raise ValueError(f"{path} is damaged ({error}): download it again") from error
 
 
 def decode_blocks(stream: BufferedIOBase, name: str) -> Iterator[str]:
     """A stream's UTF-8 text in blocks."""
-    # a byte order mark at the beginning is no part of the text
+    # a byte order mark at the beginning is not part of the text
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     num_read = 0
     while True:
@@ -421,7 +421,9 @@ def _open_parquet(unit: Unit):
     try:
         return parquet.ParquetFile(unit.path)
     except ArrowException as error:
-        raise ValueError(f"{unit.name} is not a Parquet file ({error}): get it anew") from error
+        raise ValueError(
+            f"{unit.name} is not a Parquet file ({error}): download it again"
+        ) from error
 
 
 def _read_parquet(unit: Unit, text_field: str) -> Iterator[Document]:

@@ -102,7 +102,7 @@ def load_tokenizer(path_or_name: str | Path) -> "tokenizers.Tokenizer":
         return Tokenizer.from_pretrained(name)
     except Exception as error:
         raise ValueError(
-            f"no tokenizer '{name}' could be had from the Hugging Face hub ({say_why(error)}): "
+            f"no tokenizer '{name}' could be downloaded from the hub ({say_why(error)}): "
             f"check the name and the network, or give the path of a {TOKENIZER_FILE}"
         ) from error
 
@@ -130,7 +130,7 @@ def count_ids(tokenizer: "tokenizers.Tokenizer") -> int:
 
 
 def measure_tokens(tokenizer: "tokenizers.Tokenizer") -> np.ndarray | None:
-    """UTF-8 bytes that each id stands for; None where a token alone does not tell."""
+    """UTF-8 bytes that each id stands for; None if a token alone does not determine them."""
     tree = json.loads(tokenizer.to_str())
     # a byte-level token has one character for each byte; others merge spaces or add prefixes
     decoder = tree.get("decoder") or {}

@@ -21,7 +21,7 @@ MIN_TOKENS, MAX_TOKENS, WINDOW = 64, 2048, 512
 
 
 class LeftOut(NamedTuple):
-    """One of the blocks that a text misses least."""
+    """One of the blocks whose removal hurts least."""
 
     layer: int
     loss: float
@@ -29,7 +29,7 @@ class LeftOut(NamedTuple):
 
 
 class LeastBlocks(NamedTuple):
-    """The blocks that a text misses least."""
+    """The blocks whose removal hurts least on a text."""
 
     whole: float
     """Loss with every block."""
@@ -92,11 +92,11 @@ def find_least_blocks(
     report: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> LeastBlocks:
-    """The blocks that the stream misses least, each found with those before it left out.
+    """The blocks whose removal hurts least, each found with the previous ones left out.
 
-    A block is measured anew only while it looks best by its last measurement: what it is worth
-    rises, if anything, as others go. `report` is told the measurements done, and how many there
-    are at least; `options` are those of `measure_stream`.
+    A block is measured again only while it looks best by its last measurement: what it is worth
+    rises, if anything, as others go. `report` gets the number of measurements
+    done and the least number that there will be; `options` are those of `measure_stream`.
     """
     num_layers = model.config.num_layers
     if model.config.routed_layers:

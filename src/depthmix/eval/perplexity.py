@@ -33,7 +33,7 @@ class Stream(NamedTuple):
 
     tokens: Sequence[int]
     num_bytes: float | None
-    """UTF-8 bytes of all that is predicted; None where nobody knows."""
+    """UTF-8 bytes of all that is predicted; None if unknown."""
     end_token: int | None
     """What begins a document."""
 

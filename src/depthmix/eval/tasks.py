@@ -178,7 +178,7 @@ def run_tasks(
         raise ValueError(f"num_fewshot = {num_fewshot} must be at least 0")
     # its progress and advice are for its own command line
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # it would ask git, which complains aloud where there is no repository
+    # it would ask git, which prints an error where there is no repository
     evaluator.get_git_commit_hash = lambda: None
     found = [_find_task(name) for name in names]
     only_own = all(isinstance(task, dict) for task in found)
@@ -273,7 +273,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             if line.strip():
                 rows.append(json.loads(line))
                 if not isinstance(rows[-1], dict):
-                    raise ValueError(f"line {number} is no JSON object")
+                    raise ValueError(f"line {number} is not a JSON object")
     except ValueError as error:
         raise ValueError(f"{path} is not JSONL: {error}") from error
     if not rows:

@@ -1,10 +1,10 @@
-"""What a model does with a text, token by token: who is routed where, and what comes of it.
+"""What a model does with a text, token by token: where each is routed, and what it predicts.
 
 Owns how a text is cut into windows, what is noted of each token, and what a trace says of its
 origin. The form of the result is `report.traces`'. Does not know where a text comes from.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +21,9 @@ from depthmix.world import choose_device
 
 if TYPE_CHECKING:
     import tokenizers
+
+Report = Callable[[int, int], object]
+"""Takes the tokens that were read, and all of them, counted once for each rule."""
 
 # logits of so many tokens at once
 CHUNK_TOKENS = 512
@@ -43,6 +46,7 @@ def trace_model(
     text: str,
     max_tokens: int | None = None,
     device: str | None = None,
+    report: Report | None = None,
 ) -> dict[str, Any]:
     """What a model does with `words`, which the trace calls `text`; on a GPU if there is one."""
     kind = choose_device(device)
@@ -60,6 +64,7 @@ def trace_model(
         tokens,
         end_token,
         document_mask=recipe.get("document_mask", True),
+        report=report,
     )
     texts = [""] * trace["num_added"] + cut_text(tokenizer, tokens)
     return {**trace, "origin": {**origin, "device": kind}, "texts": texts}
@@ -71,6 +76,7 @@ def trace_tokens(
     end_token: int | None = None,
     *,
     document_mask: bool = True,
+    report: Report | None = None,
 ) -> dict[str, Any]:
     """Everything but the words: the decisions of both rules, entropies and losses.
 
@@ -92,10 +98,16 @@ def trace_tokens(
     windows = list(cut_windows(stream, config.max_seq_len, end_token if document_mask else None))
     # the training's own rule goes by what the strategy is called
     labels = {"topk": STRATEGIES[config.routing.strategy].label}
-    rules = {
-        name: _follow(model, windows, selector, labels.get(name, name), device)
-        for name, selector in config.list_rules().items()
-    }
+    wanted = config.list_rules()
+    rules = {}
+    for number, (name, selector) in enumerate(wanted.items()):
+
+        def advance(done: int, before: int = number * len(stream)) -> None:
+            if report is not None:
+                report(before + done, len(wanted) * len(stream))
+
+        label = labels.get(name, name)
+        rules[name] = _follow(model, windows, selector, label, device, advance)
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -151,8 +163,9 @@ def _follow(
     selector: str | None,
     label: str,
     device: torch.device,
+    advance: Callable[[int], object],
 ) -> dict[str, Any]:
-    """All windows under one rule."""
+    """All windows under one rule; `advance` takes the number of tokens so far."""
     config = model.config
     places = zip(config.routed_layers, config.capacities, strict=True)
     blocks: list[dict[str, Any]] = [
@@ -174,7 +187,7 @@ def _follow(
         spread, missed = measure_predictions(model, hidden, targets.to(device))
         if not spread.isfinite().all():
             raise ValueError(
-                "this model's predictions are no numbers: its training diverged; choose another "
+                "this model's predictions are not finite: its training diverged; choose another "
                 "--checkpoint, or another run"
             )
         entropy += _round(spread)
@@ -184,6 +197,7 @@ def _follow(
             block["score"] += _round(routing.logits[0])
             if routing.predictor_logits is not None:
                 block["predictor"] += _round(routing.predictor_logits[0])
+        advance(len(entropy))
     for block in blocks:
         block["predictor"] = block["predictor"] or None
     return {

@@ -27,7 +27,7 @@ class PastLayer:
     """Tokens that each row has seen, stored or not; padding is none."""
 
     def see(self, num_rows: int, num_tokens: int, present: Tensor | None, device: object) -> None:
-        """Count the tokens of a forward pass, whoever of them will be stored."""
+        """Count the tokens of a forward pass, whether or not they will be stored."""
         self.make_counts(num_rows, device)
         assert self.counts is not None
         self.counts += num_tokens if present is None else present.sum(dim=1)
@@ -108,7 +108,7 @@ class DynamicPastLayer(PastLayer, DynamicLayer):
         self.is_initialized = False
 
     def see(self, num_rows: int, num_tokens: int, present: Tensor | None, device: object) -> None:
-        """Count the tokens of a forward pass, whoever of them will be stored."""
+        """Count the tokens of a forward pass, whether or not they will be stored."""
         super().see(num_rows, num_tokens, present, device)
         assert self.counts is not None
         if present is not None or self.present is not None:
@@ -186,7 +186,7 @@ class StaticPastLayer(PastLayer, StaticLayer):
     compact = False
 
     def see(self, num_rows: int, num_tokens: int, present: Tensor | None, device: object) -> None:
-        """Count the tokens of a forward pass, whoever of them will be stored."""
+        """Count the tokens of a forward pass, whether or not they will be stored."""
         super().see(num_rows, num_tokens, present, device)
         self.cumulative_length.add_(num_tokens)  # pyrefly: ignore[missing-attribute]
 
@@ -250,7 +250,7 @@ class PastTokens:
             offset = torch.arange(num_tokens, device=self.device)[None]
         else:
             offset = present.cumsum(dim=1) - 1
-        # a copy: the counts go on below
+        # a copy: the counts change below
         positions_BT = (first.counts[:, None] + offset).clamp(min=0)
         for layer in self.layers:
             layer.see(num_rows, num_tokens, present, self.device)
@@ -271,7 +271,7 @@ def _take(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def _grow(store: LayerCache, num_slots: int) -> None:
-    """Make room for so many tokens of each row; the last slot is nobody's."""
+    """Make room for so many tokens of each row; the last slot is never used."""
     missing = num_slots + 1 - store.key.shape[1]
     if missing > 0:
         for name in ("key", "value", "positions"):

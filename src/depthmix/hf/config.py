@@ -36,12 +36,12 @@ class DepthmixConfig(PreTrainedConfig):
         """`selector` decides over depth outside training; empty takes the trained causal head."""
         named = {self.attribute_map.get(name, name): value for name, value in options.items()}
         tree = {name: named.pop(name) for name in FIELDS if name in named}
-        # first, as transformers' checks know no layers of ours
+        # first, as transformers' checks do not know our layers
         super().__init__(**named)
         model = ModelConfig.from_dict(tree)
         for name, value in model.to_dict().items():
             setattr(self, name, value)
-        # who reads these names expects numbers
+        # readers of these names expect numbers
         self.num_kv_heads, self.head_width, self.mlp_width, _ = model.shape
         self.selector = selector
         self.validate()
@@ -61,7 +61,7 @@ class DepthmixConfig(PreTrainedConfig):
         return [LAYER_TYPE] * self.num_layers
 
     def validate(self) -> None:
-        """Refuse what is no model, by a sentence."""
+        """Refuse a configuration that is not a model, with a sentence."""
         problem = self.to_model_config().find_selector_problem(self.selector)
         if problem is not None:
             raise ValueError(problem)

@@ -1,10 +1,9 @@
 """A trained model ⇄ a folder that transformers opens: configuration, weights, tokenizer.
 
-Weights are safetensors, and nothing in a folder is run when it is read. Knows nothing of where a
-run keeps its files but what `runs` and `checkpoint` tell.
+Weights are safetensors, and nothing in a folder is run when it is read. Leaves to `runs`
+and `checkpoint` where a run keeps its files.
 """
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,12 +12,14 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from depthmix.checkpoint import collect_tensors
+from depthmix.checkpoint import collect_tensors, sort_header
 from depthmix.config import RunConfig
 from depthmix.data.tokenizer import TOKENIZER_FILE, find_end_token, load_tokenizer
+from depthmix.files import parse_json
 from depthmix.hf.config import DepthmixConfig
 from depthmix.hf.model import DepthmixForCausalLM
 from depthmix.models.chat import Chat, find_chat
+from depthmix.models.foreign import check_exported
 from depthmix.models.write import UNFINISHED, fill_folder, write_run
 from depthmix.nn import Transformer
 from depthmix.runs.folder import RunDir
@@ -37,7 +38,7 @@ def export_model(
     selector: str | None = None,
 ) -> None:
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` open."""
-    # what a killed one has left is no hindrance
+    # what a killed export has left is overwritten
     if out.exists() and (not out.is_dir() or any(p.name != UNFINISHED for p in out.iterdir())):
         raise ValueError(f"'{out}' is there already: choose another --out")
     config = DepthmixConfig.from_model_config(model.config, selector=selector)
@@ -56,6 +57,8 @@ def export_model(
     logging.disable_progress_bar()
     with fill_folder(out, "config.json") as new:
         shell.save_pretrained(new)
+        for path in new.glob("*.safetensors"):
+            sort_header(path)
         if tokenizer is not None:
             _export_tokenizer(tokenizer, end_token, chat, model.config.max_seq_len, new)
 
@@ -121,7 +124,7 @@ def import_model(folder: Path, out: Path) -> RunDir:
 def load_exported(folder: Path) -> DepthmixForCausalLM:
     """The model of an exported folder, in its own type; refuses what is none by a sentence."""
     try:
-        tree = json.loads((folder / "config.json").read_bytes())
+        tree = parse_json((folder / "config.json").read_bytes())
         kind = tree.get("model_type")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(f"'{folder}' has no config.json: name an exported folder") from error
@@ -134,6 +137,8 @@ def load_exported(folder: Path) -> DepthmixForCausalLM:
         )
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"'{folder}' has no weights as safetensors, and others are not read")
+    check_exported(folder)
+    _check_json(folder / "generation_config.json")
     logging.disable_progress_bar()
     level = logging.get_verbosity()
     # its table of weights that do not fit says what the refusal says
@@ -144,3 +149,13 @@ def load_exported(folder: Path) -> DepthmixForCausalLM:
         raise ValueError(f"'{folder}' has a damaged file of weights: {error}") from error
     finally:
         logging.set_verbosity(level)
+
+
+def _check_json(path: Path) -> None:
+    """Refuse a file of JSON that transformers would fail on."""
+    try:
+        found = parse_json(path.read_bytes()) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"'{path}' is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"'{path}' is damaged: it is not a JSON object")

@@ -70,7 +70,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
         """As transformers does, but from safetensors only and with every weight accounted for."""
-        # other shapes are told of here, with their names
+        # other shapes are reported below, by name
         options = {**options, "ignore_mismatched_sizes": True, "use_safetensors": True}
         options["output_loading_info"] = True
         loaded: Any = super().from_pretrained(*args, **options)
@@ -78,9 +78,9 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
         kinds = {"missing": "missing_keys", "not the model's": "unexpected_keys"}
         kinds["of another shape"] = "mismatched_keys"
         named = {word: sorted(map(_name_key, info.get(kind, ()))) for word, kind in kinds.items()}
-        told = [f"{word}: {', '.join(names)}" for word, names in named.items() if names]
-        if told:
-            raise ValueError(f"the weights do not fit the configuration; {'; '.join(told)}")
+        problems = [f"{word}: {', '.join(names)}" for word, names in named.items() if names]
+        if problems:
+            raise ValueError(f"the weights do not fit the configuration; {'; '.join(problems)}")
         for weight in model.parameters():
             # where a file has put it, a product may round otherwise than in memory of torch's own
             if weight.device.type == "cpu" and weight.data_ptr() % ALIGNMENT:
@@ -88,7 +88,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """As transformers does, with a stub for those who have not imported this package."""
+        """As transformers does, with a stub for programs that have not imported this package."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         # first, as saving may also upload

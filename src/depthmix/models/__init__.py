@@ -1,9 +1,10 @@
-"""Models on disk, whoever wrote them: opened, converted, and written as runs.
+"""Models on disk, from any source: opened, converted, and written as runs.
 
     open         the one door: a run, a checkpoint, or a Hugging Face folder
     vocabulary   tokenizer and end token, and how a document begins
     chat         the chat template, and what ends an answer
     foreign      dense families and exported folders: configurations and weights
+    hub          a name on the Hugging Face hub → a folder
     upcycle      a dense model → a run whose blocks route
     write        weights that came from elsewhere → a run
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from depthmix.files import replace_file
+from depthmix.files import parse_json, replace_file
 
 CHAT_FILE = "chat.json"
 TEMPLATE_FILE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -40,7 +40,7 @@ def read_chat(folder: Path) -> Chat | None:
     if not path.is_file():
         return None
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = parse_json(path.read_text(encoding="utf-8"))
         stop_tokens = tuple(int(token) for token in tree["stop_tokens"])
         return Chat(tree["template"], stop_tokens, tree.get("bos_token"), tree.get("eos_token"))
     except (ValueError, TypeError, KeyError) as error:
@@ -67,8 +67,8 @@ def _find_template(folder: Path) -> str | None:
     found = _read(folder / TOKENIZER_CONFIG).get("chat_template")
     if isinstance(found, list):
         # several, by name
-        named = {each.get("name"): each.get("template") for each in found}
-        found = named.get("default")
+        named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
+        found = named[0].get("template") if named else None
     return found if isinstance(found, str) else None
 
 
@@ -80,16 +80,16 @@ def _list_endings(folder: Path) -> Iterator[tuple[int, ...]]:
             yield tuple(ids)
 
 
-def _read_token(told: Any) -> str | None:
+def _read_token(value: Any) -> str | None:
     """A special token's text, which may come with its properties."""
-    found = told.get("content") if isinstance(told, dict) else told
+    found = value.get("content") if isinstance(value, dict) else value
     return found if isinstance(found, str) else None
 
 
 def _read(path: Path) -> dict[str, Any]:
     """A JSON object; empty where there is none, as none of this is needed to read a model."""
     try:
-        tree = json.loads(path.read_bytes())
+        tree = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return tree if isinstance(tree, dict) else {}

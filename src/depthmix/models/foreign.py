@@ -5,19 +5,28 @@ and how an exported folder is read. Reads JSON and safetensors itself: nothing i
 code or class of theirs is needed.
 """
 
-import json
+import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from depthmix import flops
+from depthmix.checkpoint.weights import check_num_layers
 from depthmix.config import ModelConfig, fields
+from depthmix.files import parse_json
+from depthmix.units import format_bytes
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+
+# beside the weights of an adapter, which are not those of a model
+ADAPTER_FILE = "adapter_config.json"
+# bytes that a table of rotary phases may take; more only where the weights take more, too
+MAX_TABLE_BYTES = 2**28
 
 # model_type of what depthmix exports
 OWN_KIND = "depthmix"
@@ -65,6 +74,7 @@ BLOCK_TABLE: dict[str, tuple[str, ...]] = {
 # a table of frequencies that old releases saved; it follows from the configuration
 IGNORED = ".rotary_emb.inv_freq"
 
+ALIGNMENT = 64
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -98,12 +108,17 @@ def read_config(folder: Path, *, max_seq_len: int | None = None) -> ModelConfig:
         )
     num_positions = _get(folder, tree, "max_position_embeddings", int)
     length = min(num_positions, max_seq_len or num_positions)
-    problem = next(_find_problems(kind, tree, length), None)
+    _refuse_unreadable(folder, tree)
+    try:
+        problem = next(_find_problems(kind, tree, length), None)
+    except TypeError as error:
+        # a list where a number belongs, and the like
+        raise ValueError(f"{folder / CONFIG_FILE} is damaged: {error}") from error
     if problem is not None:
         raise ValueError(f"{folder} has {problem}")
     kind_of_rope, rope = _read_rope(tree)
     try:
-        return ModelConfig.from_dict(
+        config = ModelConfig.from_dict(
             {
                 "vocab_size": _get(folder, tree, "vocab_size", int),
                 "max_seq_len": length,
@@ -122,6 +137,8 @@ def read_config(folder: Path, *, max_seq_len: int | None = None) -> ModelConfig:
         )
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG_FILE} does not make a model: {error}") from error
+    _check_positions(folder, config, "max_position_embeddings")
+    return config
 
 
 def read_tree(folder: Path) -> dict[str, Any]:
@@ -130,7 +147,7 @@ def read_tree(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} has no {CONFIG_FILE}: name the folder of a model")
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(tree, dict):
@@ -138,16 +155,37 @@ def read_tree(folder: Path) -> dict[str, Any]:
     return tree
 
 
+def _refuse_unreadable(folder: Path, tree: Mapping[str, Any]) -> None:
+    """Refuse folders whose weights are not a model's own, regardless of their configuration."""
+    if (folder / ADAPTER_FILE).is_file():
+        raise ValueError(
+            f"{folder} has an {ADAPTER_FILE}: merge the adapter into its model with peft "
+            f"(merge_and_unload), save that, and name its folder"
+        )
+    if tree.get("quantization_config"):
+        raise ValueError(
+            f"{folder} has quantised weights (quantization_config): use the original ones"
+        )
+
+
+def _check_positions(folder: Path, config: ModelConfig, name: str) -> None:
+    """Refuse a length whose table of rotary phases would take more memory than the model."""
+    num_bytes = 4 * config.max_seq_len * config.shape.head_width
+    if num_bytes > max(MAX_TABLE_BYTES, 4 * flops.num_parameters(config).total):
+        raise ValueError(
+            f"{folder / CONFIG_FILE} claims {config.max_seq_len:,} positions, whose rotary phases "
+            f"alone would take {format_bytes(num_bytes)}, more than the weights: lower {name} there"
+        )
+
+
 def _find_problems(kind: str, tree: Mapping[str, Any], length: int) -> Iterator[str]:
     """What a dense model of ours cannot do, each as the end of a sentence."""
     for name in tree.get("architectures") or []:
         if not str(name).endswith("ForCausalLM"):
             yield f"the architecture '{name}': only language models (…ForCausalLM) can be read"
-    if tree.get("quantization_config"):
-        yield "quantised weights (quantization_config): use the original ones"
     if tree.get("hidden_act", "silu") not in ("silu", "swish"):
         yield f"the activation '{tree['hidden_act']}': only silu can be read"
-    # Qwen2 has biases on queries, keys and values whatever it says here
+    # Qwen2 has biases on queries, keys and values regardless of these
     for name in ("attention_bias", "mlp_bias"):
         if tree.get(name) and kind != "qwen2":
             yield f"{name} = true: such biases cannot be read"
@@ -178,7 +216,7 @@ def _read_rope(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _get(folder: Path, tree: Mapping[str, Any], name: str, kind: type) -> Any:
     if not isinstance(tree.get(name), kind):
-        raise ValueError(f"{folder / CONFIG_FILE} does not say {name}: it is no model's")
+        raise ValueError(f"{folder / CONFIG_FILE} does not say {name}: it is not a model's")
     return tree[name]
 
 
@@ -208,11 +246,7 @@ def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
 
         def read(name: str) -> Tensor:
             value = opened[files[name]].get_tensor(name)
-            if value.dtype not in FLOATS:
-                raise ValueError(
-                    f"'{name}' in {folder} is {value.dtype}: quantised weights cannot be read, "
-                    f"use the original ones"
-                )
+            _check_values(folder, name, value)
             return value.float()
 
         weights = {e.ours: torch.cat([read(name) for name in e.theirs]) for e in entries}
@@ -220,6 +254,21 @@ def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
         if config.tied_head and spare in files:
             _check_tied(folder, read(spare), weights["embedding.weight"])
     return weights
+
+
+def _check_values(folder: Path, name: str, value: Tensor) -> None:
+    """Refuse quantised weights, and weights that are not finite."""
+    if value.dtype not in FLOATS:
+        raise ValueError(
+            f"'{name}' in {folder} is {value.dtype}: quantised weights cannot be read, use the "
+            f"original ones"
+        )
+    # a sum needs no copy of a large tensor, and NaN and Inf are kept by it
+    if not math.isfinite(value.sum(dtype=torch.float64)) and not value.isfinite().all():
+        raise ValueError(
+            f"'{name}' in {folder} has weights that are NaN or infinite: the model is broken, get "
+            f"another copy"
+        )
 
 
 def to_foreign(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -270,11 +319,11 @@ def list_entries(config: ModelConfig) -> Iterator[Entry]:
 
 def find_files(folder: Path) -> dict[str, Path]:
     """Name of each tensor → its file."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     if (folder / INDEX_FILE).is_file():
         try:
-            index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+            index = parse_json((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
             names = {str(name): str(file) for name, file in index.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{folder / INDEX_FILE} is damaged: {error}") from error
@@ -288,11 +337,22 @@ def find_files(folder: Path) -> dict[str, Path]:
         pickled = sorted(p.name for p in folder.glob("*.bin"))
         hint = f" ({pickled[0]} is pickled, and not read: save it as safetensors)" * bool(pickled)
         raise ValueError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{hint}")
+    with _explain_damage(path), safe_open(path, framework="pt") as file:
+        return dict.fromkeys(file.keys(), path)
+
+
+@contextmanager
+def _explain_damage(path: Path) -> Iterator[None]:
+    """Turn safetensors' refusal of a file into a sentence."""
+    from safetensors import SafetensorError
+
     try:
-        with safe_open(path, framework="pt") as file:
-            return dict.fromkeys(file.keys(), path)
+        yield
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a sound safetensors file: {error}") from error
+        raise ValueError(
+            f"'{path.parent}' has a damaged file of weights: {path.name} is not a sound "
+            f"safetensors file: {error}"
+        ) from error
 
 
 def _check_shapes(
@@ -320,25 +380,47 @@ def _check_tied(folder: Path, head: Tensor, embedding: Tensor) -> None:
 def read_exported_config(folder: Path, *, max_seq_len: int | None = None) -> ModelConfig:
     """The model of an exported folder, whose `config.json` has our fields among others."""
     tree = read_tree(folder)
+    _refuse_unreadable(folder, tree)
     known = {name: tree[name] for name in fields.field_types(ModelConfig) if name in tree}
     try:
         config = ModelConfig.from_dict(known)
-        return config if max_seq_len is None else config.override({"max_seq_len": max_seq_len})
+        if max_seq_len is not None:
+            config = config.override({"max_seq_len": max_seq_len})
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG_FILE} does not make a model: {error}") from error
+    _check_positions(folder, config, "max_seq_len")
+    return config
+
+
+def check_exported(folder: Path) -> None:
+    """Refuse an exported folder that must not be handed to transformers.
+
+    It follows an index of weights out of the folder, builds as many blocks as a configuration
+    claims before it looks at the weights, and takes what is not finite.
+    """
+    from safetensors import safe_open
+
+    config, files = read_exported_config(folder), find_files(folder)
+    check_num_layers(config, (name.removeprefix("model.") for name in files), folder)
+    for path in set(files.values()):
+        with _explain_damage(path), safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                _check_values(folder, name, file.get_tensor(name))
 
 
 def read_exported_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of an exported folder, in float32; whether they fit is for others to see."""
-    from safetensors import SafetensorError, safe_open
+    """The weights of an exported folder, in float32; whether they fit is checked elsewhere."""
+    from safetensors import safe_open
 
     weights = {}
     for path in sorted(set(find_files(folder).values())):
-        try:
-            with safe_open(path, framework="pt") as file:
-                found = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a sound safetensors file: {error}") from error
-        # transformers' own class holds our model as `model`
-        weights |= {name.removeprefix("model."): value for name, value in found.items()}
+        with _explain_damage(path), safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        for name, value in found.items():
+            _check_values(folder, name, value)
+            value = value.float()
+            # where a file has put it, a product may round otherwise than in memory of torch's own
+            value = value.clone() if value.data_ptr() % ALIGNMENT else value
+            # transformers' own class holds our model as `model`
+            weights[name.removeprefix("model.")] = value
     return weights

@@ -1,6 +1,6 @@
 """The one door to a model: a run, one of its checkpoints, or a Hugging Face folder.
 
-Owns how these are told apart, and what is said of a path that is none of them. Reads the
+Owns how these are distinguished, and the error for a path that is none of them. Reads the
 configuration at once, and the rest when it is asked for. Does not know what is done with a model.
 """
 
@@ -20,7 +20,7 @@ from depthmix.models import foreign
 from depthmix.models.chat import Chat, find_chat, read_chat
 from depthmix.models.vocabulary import Vocabulary, find_vocabulary, read_folder, read_vocabulary
 from depthmix.nn import Transformer
-from depthmix.runs.folder import RunDir, tell_run_nearby
+from depthmix.runs.folder import RunDir, describe_run_nearby
 
 EXPECTED = "the folder of a run, of one of its checkpoints, or of a Hugging Face model"
 
@@ -134,20 +134,22 @@ def _find_place(path: Path, checkpoint: str | None) -> tuple[RunDir | None, Path
     if (path / "config.toml").is_file() or (path / "checkpoints").is_dir():
         run = RunDir(path)
         return run, find_checkpoint(run, checkpoint)
-    raise ValueError(_tell_why_not(path))
+    raise ValueError(_explain_refusal(path))
 
 
-def _tell_why_not(path: Path) -> str:
+def _explain_refusal(path: Path) -> str:
     """What a path is that leads to no model."""
-    nearby = tell_run_nearby(path)
+    nearby = describe_run_nearby(path)
     if nearby is not None:
         return nearby
     if path.is_file():
         return f"{path} is a file: name {EXPECTED}"
+    if (path / foreign.ADAPTER_FILE).is_file():
+        return f"{path} holds an adapter only: merge it into its model with peft, and save that"
     if not path.is_dir():
         near = suggest(path.name, os.listdir(path.parent) if path.parent.is_dir() else ())
         return f"there is no run or model at '{path}': name {EXPECTED}.{near}"
     return (
-        f"{path} is no model: it has neither a run's config.toml nor a {foreign.CONFIG_FILE}; name "
-        f"{EXPECTED}"
+        f"{path} is not a model: it has neither a run's config.toml nor a {foreign.CONFIG_FILE}; "
+        f"name {EXPECTED}"
     )

@@ -1,6 +1,6 @@
-"""A dense checkpoint → a run whose blocks route, and which nobody has trained yet.
+"""A dense checkpoint → a run whose blocks route, not trained yet.
 
-Owns what a converted model begins as: the same function as long as every token is kept. Knows
+Owns how a converted model starts: as the same function, as long as every token is kept. Knows
 nothing of training.
 """
 
@@ -15,8 +15,9 @@ from depthmix.models.open import StoredModel
 from depthmix.models.vocabulary import find_end
 from depthmix.models.write import write_run
 from depthmix.runs.folder import RunDir
+from depthmix.units import format_number
 
-# the gate is 1 + tanh(0) whatever the router reads, and what it reads is of one size: the residual
+# the gate is 1 + tanh(0) for any input of the router, whose inputs are normalised: the residual
 # stream of SmolLM2 reaches 22,814
 DEFAULTS: dict[str, Any] = {
     "routing.strategy": "expert_choice",
@@ -28,8 +29,8 @@ DEFAULTS: dict[str, Any] = {
 # what turns all of it off
 DENSE = {"routing.strategy": "none"}
 
-# FLOPs are told for sequences of this length, or the model's where it is shorter
-TOLD_LENGTH = 1024
+# FLOPs are printed for sequences of this length, or the model's where it is shorter
+SHOWN_LENGTH = 1024
 
 
 class Upcycled(NamedTuple):
@@ -45,15 +46,15 @@ class Upcycled(NamedTuple):
         """What was done, a line each."""
         config, routing = self.config, self.config.routing
         total = flops.num_parameters(config).total
-        length = min(TOLD_LENGTH, config.max_seq_len)
+        length = min(SHOWN_LENGTH, config.max_seq_len)
         dense = flops.forward_flops(config.dense_twin(), seq_len=length)
         routed = flops.forward_flops(config, seq_len=length)
         shares = sorted(set(config.capacities), reverse=True)
-        told = f"{shares[0]:g}" if len(shares) == 1 else f"{shares[0]:g} to {shares[-1]:g}"
+        shown = f"{shares[0]:g}" if len(shares) == 1 else f"{shares[0]:g} to {shares[-1]:g}"
         return [
-            f"{self.run.path}: {total / 1e6:.1f} M parameters of {self.source.path} "
+            f"{self.run.path}: {format_number(total)} parameters of {self.source.path} "
             f"({self.source.kind}), {self.num_new:,} of them new in routers and predictors",
-            f"{len(config.routed_layers)} of {config.num_layers} blocks route: capacity {told}, "
+            f"{len(config.routed_layers)} of {config.num_layers} blocks route: capacity {shown}, "
             f"gate {routing.gate}",
             f"forward FLOPs of {length:,} tokens: {dense:.3g} dense, {routed:.3g} routed "
             f"({routed / dense:.1%})",
@@ -103,7 +104,7 @@ def upcycle(source: StoredModel, out: Path, overrides: Mapping[str, Any]) -> Upc
 
 
 def _check_same(dense: ModelConfig, config: ModelConfig, source: Path) -> None:
-    """Refuse another function than the source's; where tensors do not fit, that is told by name."""
+    """Refuse another function than the source's; tensors that do not fit are named later."""
     heads, rope = ("num_heads", "num_kv_heads", "head_width"), ("rope_theta", "rope_factors")
     for name in (*heads, *rope, "norm_eps", "max_seq_len"):
         before, after = getattr(dense, name), getattr(config, name)

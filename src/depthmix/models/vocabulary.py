@@ -4,7 +4,6 @@ Owns where the tokenizer of a run or of a Hugging Face folder is looked for. Kno
 weights.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from depthmix.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 from depthmix.data.tokenizer import TOKENIZER_FILE, find_end_token, load_tokenizer
-from depthmix.files import hash_file
+from depthmix.files import hash_file, parse_json
 from depthmix.models.foreign import CONFIG_FILE, OWN_KIND, read_tree
 from depthmix.runs.folder import RunDir
 
@@ -25,7 +24,7 @@ class Vocabulary(NamedTuple):
 
     tokenizer: "tokenizers.Tokenizer"
     end_token: int | None
-    """What stands at a document's start and end; None where nobody knows."""
+    """What stands at a document's start and end; None if unknown."""
 
     def encode(self, text: str) -> list[int]:
         """A prompt's tokens, as a document begins in the training data.
@@ -47,7 +46,7 @@ class Vocabulary(NamedTuple):
             raise ValueError(f"the prompt {text!r:.60} is not valid UTF-8") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens; an end token inside it is told by its name."""
+        """Text of tokens; an end token inside it is written by its name."""
         return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
@@ -87,7 +86,7 @@ def find_vocabulary(run: RunDir, given: str | None = None) -> Vocabulary:
 
 
 def read_vocabulary(place: str | Path) -> Vocabulary:
-    """The tokenizer of a data folder, or whatever `load_tokenizer` takes."""
+    """The tokenizer of a data folder, or anything that `load_tokenizer` takes."""
     if (Path(place) / MANIFEST_FILE).is_file():
         return _read_data(Path(place), read_manifest(Path(place)))
     tokenizer, end_token = load_tokenizer(place), None
@@ -106,7 +105,7 @@ def read_folder(folder: Path) -> Vocabulary:
 
 
 def find_end(folder: Path) -> int | None:
-    """The id that ends a document by what a folder holds; None where nobody knows.
+    """The id that ends a document by what a folder holds; None if unknown.
 
     An export notes it. Else the tokenizer's name for it counts, then the configuration's.
     """
@@ -125,7 +124,7 @@ def find_end(folder: Path) -> int | None:
 def _find_noted(folder: Path) -> int | None:
     """What our export writes: a document's end token begins it, too."""
     try:
-        noted = json.loads((folder / "generation_config.json").read_bytes())["bos_token_id"]
+        noted = parse_json((folder / "generation_config.json").read_bytes())["bos_token_id"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return noted if isinstance(noted, int) else None
@@ -136,6 +135,7 @@ def _read_data(folder: Path, manifest: Manifest) -> Vocabulary:
         raise ValueError(
             f"the data in {folder} came as ids, without a tokenizer: name it with --tokenizer"
         )
+    manifest.check_tokenizer(folder)
     return Vocabulary(load_tokenizer(folder / manifest.tokenizer), manifest.end_token)
 
 

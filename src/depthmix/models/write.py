@@ -1,4 +1,4 @@
-"""Weights that came from elsewhere → a run that nobody has trained here.
+"""Weights that came from elsewhere → a run that was not trained here.
 
 Owns what such a run's folder holds, and that a folder is there whole or not at all. Knows nothing
 of whose weights they were.
@@ -17,7 +17,7 @@ from torch import Tensor
 from depthmix.checkpoint import Checkpoints
 from depthmix.config import RunConfig
 from depthmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-from depthmix.files import hash_file
+from depthmix.files import hash_file, share_file
 from depthmix.models.chat import Chat, write_chat
 from depthmix.runs.folder import RunDir, collect_provenance
 
@@ -27,7 +27,7 @@ UNFINISHED = ".new"
 
 @contextmanager
 def fill_folder(out: Path, mark: str) -> Iterator[Path]:
-    """A place to write what `out` shall hold: all of it comes there at the end, `mark` last.
+    """A place to write the contents of `out`, which are moved there at the end, `mark` last.
 
     What fails leaves nothing, and what a kill leaves is cleared away by the next that tries.
     """
@@ -37,6 +37,8 @@ def fill_folder(out: Path, mark: str) -> Iterator[Path]:
         new.mkdir(parents=True)
         yield new
         for path in sorted(new.iterdir(), key=lambda path: path.name == mark):
+            if path.is_file():
+                share_file(path)
             path.rename(out / path.name)
     except (OSError, SafetensorError) as error:
         # safetensors has the system's words, and no number

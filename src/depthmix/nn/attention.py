@@ -20,7 +20,7 @@ from depthmix.kernels import linear, rotate_heads, rotate_split
 from depthmix.nn.layers import Linear, RMSNorm, add_bias
 
 # on an H200 cuDNN trains 1.5 times as fast as flash attention at 1,024 tokens and more, and as fast
-# at 128; but it plans anew for each shape, and generation has many
+# at 128; but it plans again for each shape, and generation has many
 TRAINING_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -73,7 +73,7 @@ class AttentionCache(Protocol):
     """One layer's past, as attention sees it."""
 
     compact: bool
-    """Whether only kept tokens are gathered, and a block that nobody enters is not run: it saves
+    """Whether only kept tokens are gathered, and a block that no token enters is not run: it saves
     their compute, but shapes change from call to call and the host waits to know them."""
     most: int | None
     """Otherwise, how many tokens can be kept, the first ones; None means all of them."""

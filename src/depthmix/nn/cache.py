@@ -112,8 +112,8 @@ class Cache:
     ) -> None:
         """Room for `num_tokens` tokens in each row, also if a router keeps all of them.
 
-        `compact` computes kept tokens only; False keeps shapes as they are, whoever is kept, and
-        never waits for the device. Unless given, a CPU computes kept tokens only.
+        `compact` computes kept tokens only; False keeps shapes independent of the
+        routing and never waits for the device. Unless given, a CPU computes kept tokens only.
         """
         if num_tokens > config.max_seq_len:
             raise ValueError(

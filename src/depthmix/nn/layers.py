@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from depthmix.kernels import linear
 
+# positions whose phases are computed at a time
+PHASE_CHUNK = 2**16
+
 
 def at_least_float32(x: Tensor) -> Tensor:
     """`x` in float32, or in its own type where that is wider."""
@@ -75,8 +78,14 @@ def make_phase_table(
             turns_h = length * frequency_h / (2 * math.pi)
             kept_h = ((turns_h - low) / (high - low)).clamp(0, 1)
         frequency_h = frequency_h * (kept_h + (1 - kept_h) / factor)
-    angle_Th = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequency_h
-    return torch.stack([angle_Th.cos(), angle_Th.sin()], dim=1).float()
+    # in float32 also where a library has set another default type
+    table = torch.empty(num_positions, 2, len(frequency_h), dtype=torch.float32)
+    # in pieces: in float64 and all at once it would take six times the memory of the table
+    for start in range(0, num_positions, PHASE_CHUNK):
+        stop = min(num_positions, start + PHASE_CHUNK)
+        angle_Th = torch.arange(start, stop, dtype=torch.float64)[:, None] * frequency_h
+        table[start:stop, 0], table[start:stop, 1] = angle_Th.cos(), angle_Th.sin()
+    return table
 
 
 class Linear(nn.Linear):

@@ -17,7 +17,7 @@ from depthmix.kernels import linear_cross_entropy, mean_cross_entropy
 from depthmix.nn.experts import ExpertRouting
 from depthmix.nn.routing import Routing
 
-# a target that nobody is asked to predict
+# a target that is not predicted
 IGNORE = -100
 
 
@@ -116,7 +116,7 @@ def routing_loss(
 ) -> RoutingLoss:
     """All the losses that `config` asks for, weighted and added up; its parts beside it, detached.
 
-    Heads are scored whatever their weight: a head that is not trained on is still worth watching.
+    Heads are scored at any weight: a head that is not trained on is still worth watching.
     """
     routing, experts = config.routing, config.experts
     deciders = [*routings, *(r.memory for r in routings if r.memory is not None)]

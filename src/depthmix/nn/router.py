@@ -21,7 +21,7 @@ EPS = 1e-6
 
 
 class Router(nn.Module):
-    """r = w·x for each token, in float32 whatever the rest of the model computes in."""
+    """r = w·x for each token, in float32, regardless of the type of the rest of the model."""
 
     def __init__(
         self, width: int, num_scores: int = 1, *, normalize: bool = False, init_std: float = 0.02

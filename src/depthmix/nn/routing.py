@@ -56,19 +56,19 @@ class Routing(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Who may be kept: None where the answer is 'everybody' (or, for `forced`, 'nobody')."""
+    """Which tokens may be kept; None means all (or, for `forced`, none)."""
 
     present: Bool[Tensor, "B T"] | None = None
     """Tokens that are not padding."""
     forced: Bool[Tensor, "B T"] | None = None
-    """Tokens that are kept whatever their score."""
+    """Tokens that are kept regardless of their score."""
     alive: Bool[Tensor, "B T"] | None = None
     """Tokens that have not left yet, for early exit."""
     most: int | None = None
     """A causal selector keeps no more than so many, the first ones."""
     reserved: float = 0.0
-    """Under `token_choice`, the share of places that wait for forced tokens, so that nobody crowds
-    them out."""
+    """Under `token_choice`, the share of places reserved for forced tokens, which others would
+    otherwise take."""
 
     def mask(self) -> Bool[Tensor, "B T"] | None:
         """Tokens that may be kept."""
@@ -103,7 +103,7 @@ def stochastic(scores: Float[Tensor, "B T"], capacity: float, candidates: Candid
 
 
 def survivors(candidates: Candidates, previous: Routing | None) -> Candidates:
-    """Early exit: only what the previous routed block kept; who leaves does not return."""
+    """Early exit: only what the previous routed block kept; a token that leaves does not return."""
     if previous is None:
         return candidates
     return candidates._replace(alive=previous.slot >= 0)
@@ -135,8 +135,8 @@ def causal(scores: Float[Tensor, "B T"], candidates: Candidates, *, compact: boo
 
     There is a place for each token, because a limit that depends on the sequence's length would
     let the future decide. `compact` counts first, and makes as many places as the fullest row
-    fills: nothing is computed in vain, but the host waits for the count. `most` places are for
-    those who look afterwards whether they were enough.
+    fills: nothing is computed in vain, but the host waits for the count. With `most` places, the
+    caller checks afterwards whether they were enough.
     """
     kept_BT, num_places = _want(scores, candidates), scores.shape[1]
     if compact and not torch.compiler.is_compiling():

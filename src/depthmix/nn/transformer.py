@@ -44,7 +44,7 @@ class Output(NamedTuple):
     routings: tuple[Routing, ...]
     """One for each routed block, in order."""
     expert_routings: tuple[ExpertRouting, ...] = ()
-    """One for each block with experts, in order; none for a block that nobody entered."""
+    """One for each block with experts, in order; none for a block that no token entered."""
 
 
 @runtime_checkable
@@ -144,7 +144,7 @@ class Transformer(nn.Module):
     ) -> Output:
         """Logits of the next token at each place, and every router's decision.
 
-        `selector` names who decides over depth: None is the strategy's own rule (training),
+        `selector` names what decides over depth: None is the strategy's own rule (training),
         `topk`, `predictor`, `router` or `all`. `document_ids` separates packed documents; a
         negative id is padding. `positions` count inside each document unless given.
         """

@@ -2,7 +2,7 @@
 
 `load` reads runs, `fit` finds minima, `charts` says what is shown, `figures` draws it, and `page`
 writes it down. `curves` draws losses alone, in a terminal too. `traces` and `view` are about one
-text and its path through a model, `describe` about models that nobody has trained yet. Nothing here
+text and its path through a model, `describe` about models before they are trained. Nothing here
 loads torch.
 """
 

@@ -54,10 +54,10 @@ def chart_isoflop(fits: Sequence[Fit], colors: Colors) -> Chart:
             dots = [_place(row.parameters.total, row) for size in fit.sizes for row in size.rows]
             series.append(Series(fit.variant, color, "dots", dots))
             if fit.bracketed:
-                star = Point(fit.parameters, fit.loss, tell_minimum(fit))
+                star = Point(fit.parameters, fit.loss, describe_minimum(fit))
                 series.append(Series("", color, "star", [star]))
         if series:
-            labels = _tell_budget(budget), "parameters", "validation loss"
+            labels = _describe_budget(budget), "parameters", "validation loss"
             panels.append(Panel(*labels, series, log_x=True))
     return Chart(
         "isoflop",
@@ -96,7 +96,9 @@ def chart_relative_flops(fits: Sequence[Fit], colors: Colors) -> Chart:
         column = [Point(1.0, min(ys)), Point(1.0, max(ys))]
         guides = [Series("", 0, "guide", level), Series("", 0, "guide", column)]
         x_label = f"forward FLOPs a token, relative to the {dense.variant} optimum"
-        panels.append(Panel(_tell_budget(budget), x_label, "validation loss", [*guides, *series]))
+        panels.append(
+            Panel(_describe_budget(budget), x_label, "validation loss", [*guides, *series])
+        )
     return Chart(
         "relative-flops",
         "Loss against forward FLOPs",
@@ -114,11 +116,11 @@ def chart_training(fits: Sequence[Fit], colors: Colors) -> Chart:
         for fit in (fit for fit in fits if fit.budget == budget):
             # seeds would hide each other
             row = fit.best.rows[0]
-            points = [Point(100 * x, y, f"{tell_run(row)}\nhere {y:.3f}") for x, y in row.curve]
+            points = [Point(100 * x, y, f"{describe_run(row)}\nhere {y:.3f}") for x, y in row.curve]
             if len(points) > 1:
                 series.append(Series(fit.variant, colors[fit.variant], "line", points))
         if series:
-            labels = _tell_budget(budget), "share of the budget spent, %", "training loss"
+            labels = _describe_budget(budget), "share of the budget spent, %", "training loss"
             panels.append(Panel(*labels, series))
     return Chart(
         "training",
@@ -154,7 +156,9 @@ def chart_time(rows: Sequence[Row], colors: Colors) -> Chart:
             for variant, color in colors.items()
         ]
         series = [each for each in series if each.points]
-        panels.append(Panel(_tell_budget(budget), f"{name} of training", "validation loss", series))
+        panels.append(
+            Panel(_describe_budget(budget), f"{name} of training", "validation loss", series)
+        )
     return Chart(
         "time",
         "Loss against wall-clock",
@@ -179,11 +183,11 @@ def chart_grid(fits: Sequence[Fit]) -> Chart:
         cells = []
         for (capacity, every), alike in found.items():
             fit = min(alike, key=lambda fit: fit.best.loss)
-            tip = "\n".join(tell_run(row) for row in fit.best.rows)
+            tip = "\n".join(describe_run(row) for row in fit.best.rows)
             cells.append(Cell(f"{capacity:.4g}", f"{every}", fit.best.loss, tip))
         panels.append(
             Grid(
-                _tell_budget(budget),
+                _describe_budget(budget),
                 "capacity of a routed block",
                 "every n-th block routes",
                 [f"{capacity:.4g}" for capacity in capacities],
@@ -205,7 +209,7 @@ def chart_causal(rows: Sequence[Row], colors: Colors) -> Chart:
     series = []
     for variant, color in colors.items():
         points = [
-            Point(row.loss, 100 * (row.loss_causal - row.loss) / row.loss, tell_run(row))
+            Point(row.loss, 100 * (row.loss_causal - row.loss) / row.loss, describe_run(row))
             for row in rows
             if row.variant == variant and row.loss_causal is not None
         ]
@@ -235,7 +239,7 @@ def chart_heads(fits: Sequence[Fit], colors: Colors) -> Chart:
                 for head in row.heads:
                     label = f"{fit.variant}: {head.name}"
                     points = [
-                        Point(100 * x, y, f"{tell_run(row)}\n{head.name} {part} {y:.3f}")
+                        Point(100 * x, y, f"{describe_run(row)}\n{head.name} {part} {y:.3f}")
                         for x, y in getattr(head, part)
                     ]
                     if len(points) < 2:
@@ -256,7 +260,7 @@ def chart_heads(fits: Sequence[Fit], colors: Colors) -> Chart:
     )
 
 
-def tell_run(row: Row) -> str:
+def describe_run(row: Row) -> str:
     """A run in a few lines."""
     losses = f"loss {row.loss:.4f}"
     if row.loss_causal is not None:
@@ -273,14 +277,14 @@ def tell_run(row: Row) -> str:
     )
 
 
-def tell_minimum(fit: Fit) -> str:
+def describe_minimum(fit: Fit) -> str:
     """A fitted minimum in a line or two."""
     size = format_number(fit.parameters)
     return f"{fit.variant}: fitted minimum\nloss {fit.loss:.4f} at {size} parameters"
 
 
 def _place(x: int | float, row: Row, extra: str = "") -> Point:
-    return Point(x, row.judged, "\n".join(filter(None, (tell_run(row), extra))))
+    return Point(x, row.judged, "\n".join(filter(None, (describe_run(row), extra))))
 
 
 def _trace(fit: Fit) -> list[Point]:
@@ -295,5 +299,5 @@ def _list_budgets(fits: Sequence[Fit]) -> list[float]:
     return sorted({fit.budget for fit in fits})
 
 
-def _tell_budget(budget: float) -> str:
+def _describe_budget(budget: float) -> str:
     return f"{format_power(budget)} training FLOPs"

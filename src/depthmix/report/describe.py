@@ -163,7 +163,7 @@ def list_rows(model: Description, *, ascii_only: bool = False) -> dict[str, str]
         "KV cache (16 bit)": format_bytes(model.kv_bytes),
         "  of the twin's cache": f"{model.relative_kv_bytes:.1%}",
     }
-    return rows | _list_routing(config, ascii_only) | {"experts": _tell_experts(config)}
+    return rows | _list_routing(config, ascii_only) | {"experts": _describe_experts(config)}
 
 
 def _list_routing(config: ModelConfig, ascii_only: bool) -> dict[str, str]:
@@ -193,7 +193,7 @@ def _list_routing(config: ModelConfig, ascii_only: bool) -> dict[str, str]:
                 f"{len(routed)} of {config.num_layers}: {format_ranges(routed)}",
                 where,
                 routing.strategy,
-                _tell_capacity(config),
+                _describe_capacity(config),
                 routing.gate,
                 head,
             ),
@@ -202,18 +202,18 @@ def _list_routing(config: ModelConfig, ascii_only: bool) -> dict[str, str]:
     )
 
 
-def _tell_capacity(config: ModelConfig) -> str:
+def _describe_capacity(config: ModelConfig) -> str:
     capacities, given = config.capacities, config.routing.capacity
-    told = f"{capacities[0]:.4g}"
+    text = f"{capacities[0]:.4g}"
     if isinstance(given, str):
-        told = f"{given}, {told} to {capacities[-1]:.4g}"
+        text = f"{given}, {text} to {capacities[-1]:.4g}"
     elif len(set(capacities)) > 1:
-        told = ", ".join(f"{capacity:.4g}" for capacity in capacities)
+        text = ", ".join(f"{capacity:.4g}" for capacity in capacities)
     kv_capacity = config.routing.kv_capacity
-    return told if kv_capacity is None else f"{told}; keys and values {kv_capacity:.4g}"
+    return text if kv_capacity is None else f"{text}; keys and values {kv_capacity:.4g}"
 
 
-def _tell_experts(config: ModelConfig) -> str:
+def _describe_experts(config: ModelConfig) -> str:
     experts, layers = config.experts, config.expert_layers
     if not layers:
         return NONE

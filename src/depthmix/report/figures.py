@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from depthmix.files import replace_file
 from depthmix.units import format_number
 
-# Okabe and Ito's colours, told apart by colour-blind eyes too; dark ones first
+# Okabe and Ito's colours, distinct for colour-blind readers too; dark ones first
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#444444")
 INK, FAINT, PALE, PAPER = "#333333", "#6a6a6a", "#dddddd", "#ffffff"
 # a page has a colour of its own for each, by day and by night
@@ -199,7 +199,7 @@ def _draw_entry(series: Series) -> str:
 
 @contextmanager
 def _style(more: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """The same look on every machine, whatever the user has set."""
+    """The same look on every machine, regardless of the user's settings."""
     try:
         from matplotlib import style
     except ImportError as error:

@@ -138,9 +138,9 @@ def fit_parabola(parameters: Sequence[int | float], losses: Sequence[float]) -> 
 def fit_runs(
     rows: Iterable[Row], measure: Callable[[Row], float | None] | None = None
 ) -> list[Fit]:
-    """A fit for each budget and variant, in order; by the loss that `measure` tells.
+    """A fit for each budget and variant, in order; by the loss that `measure` gives.
 
-    By default that is `Row.judged`. Runs for which it tells None are left out.
+    By default that is `Row.judged`. Runs for which it gives None are left out.
     """
     measure = measure or (lambda row: row.judged)
     groups: dict[tuple[float, str], list[Row]] = {}
@@ -180,7 +180,7 @@ def average_seeds(rows: Sequence[Row], measure: Callable[[Row], float | None]) -
         recipes.setdefault(row.recipe, []).append(row)
 
     def list_losses(alike: Sequence[Row]) -> list[float]:
-        # a run that was repeated with its seed is no second draw
+        # a run repeated with the same seed is not a second draw
         seeds: dict[int, list[float]] = {}
         for row in alike:
             if (loss := measure(row)) is not None:

@@ -56,7 +56,7 @@ class Row(NamedTuple):
     kind: str
     """dense, mod, stochastic, token_choice, early_exit, moe, mode staged, mode integrated."""
     variant: str
-    """The kind, and what tells it from other runs of this kind; see `name_variants`."""
+    """The kind, and what distinguishes it from other runs of this kind; see `name_variants`."""
     budget: float
     """Training FLOPs, the same number for all runs of one budget."""
     flops: float
@@ -133,9 +133,9 @@ def _load_run(
     name = Path(summary.path).resolve().name if name == "." else name
     problem = _find_problem(summary)
     train, val = ([r for r in records if r.get("kind") == kind] for kind in ("train", "val"))
-    # one that is no number is written as none; top-k must not stand in for it
+    # a loss that is not finite is written as null; top-k must not stand in for it
     if not problem and val and val[-1].get("loss_causal", 0.0) is None:
-        problem = "its loss under causal decisions is no number"
+        problem = "its loss under causal decisions is not finite"
     if problem:
         return SkippedRun(name, summary.state, problem)
     try:
@@ -150,8 +150,8 @@ def _find_problem(run: RunSummary) -> str:
     if run.state == "broken":
         return run.reason
     if run.state != "finished":
-        told = f": {run.reason}" if run.reason else ""
-        return f"ended at step {run.step} of {run.num_steps or '?'}{told}"
+        why = f": {run.reason}" if run.reason else ""
+        return f"ended at step {run.step} of {run.num_steps or '?'}{why}"
     if run.val_loss_topk is None or not math.isfinite(run.val_loss_topk):
         return "it has no validation loss: its data has no validation split, or it diverged"
     return ""
@@ -189,7 +189,7 @@ def _read_row(
         heads=tuple(_read_heads(model, train, val, summary.num_steps or summary.step)),
         curve=thin_curve(train),
         model=model.to_json(),
-        recipe=_tell_recipe(config.train),
+        recipe=_describe_recipe(config.train),
         settings=list_settings(model),
         provenance=next(iter(folder.read_starts()), {}),
     )
@@ -234,12 +234,12 @@ def name_variants(rows: Sequence[Row]) -> list[str]:
             for name, value in row.settings.items()
             if any(other.get(name) != value for other in alike)
         ]
-        told = [_tell_setting(name, row.settings[name]) for name in differing]
-        names.append(" ".join((row.kind, *told)))
+        settings = [_describe_setting(name, row.settings[name]) for name in differing]
+        names.append(" ".join((row.kind, *settings)))
     return names
 
 
-def _tell_setting(name: str, value: Any) -> str:
+def _describe_setting(name: str, value: Any) -> str:
     if name == "routing.capacity" and isinstance(value, float):
         return f"{value:.4g}"
     if name == "routing.every":
@@ -320,7 +320,7 @@ def _read_heads(
     }
     sources = [val]
     if len(val) < MIN_VALIDATIONS:
-        # validated seldom: then some of its batches tell
+        # validated seldom: some of its batches are enough
         sources.append(train[:: max(1, len(train) // NUM_POINTS)])
     for name in (name for name, used in trained.items() if used):
         curves = [
@@ -334,6 +334,6 @@ def _read_heads(
             yield Head(name, *curves)
 
 
-def _tell_recipe(recipe: Recipe) -> str:
+def _describe_recipe(recipe: Recipe) -> str:
     fields = dataclasses.asdict(recipe).items()
     return " ".join(f"{name}={value}" for name, value in fields if name not in OTHER_FIELDS)

@@ -1,7 +1,7 @@
 """The page: figures, tables, and where all of it comes from, in one file that needs no other.
 
-Owns the tables and the words. Every text that comes from a run is escaped, and the page asks
-nobody for anything.
+Owns the tables and the words. Every text that comes from a run is escaped, and the page
+loads nothing from anywhere.
 """
 
 import platform
@@ -109,10 +109,10 @@ def summarize(runs: Runs, comparisons: Iterable[Comparison]) -> list[str]:
         lines[0] = (
             f"No run is finished: there is nothing to compare yet. {len(runs.left_out)} left out."
         )
-    return [*lines, *(tell_comparison(comparison) for comparison in comparisons)]
+    return [*lines, *(describe_comparison(comparison) for comparison in comparisons)]
 
 
-def tell_comparison(found: Comparison) -> str:
+def describe_comparison(found: Comparison) -> str:
     """One sentence, with its reservation where a minimum is not bracketed."""
     fit, side = found.fit, "below" if found.percent < 0 else "above"
     sentence = (
@@ -241,7 +241,7 @@ def _list_origin(runs: Runs, command: str) -> list[list[str]]:
         for name, version in (row.provenance.get("versions") or {}).items()
     }
     commits = {str((row.provenance.get("git") or {}).get("commit", "")) for row in rows}
-    told = {
+    rows = {
         "command": command,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "by": ", ".join(sorted(versions)),
@@ -251,14 +251,14 @@ def _list_origin(runs: Runs, command: str) -> list[list[str]]:
         "run folders": f"{runs.folder}: "
         + ", ".join([row.name for row in rows] + [run.name for run in runs.left_out]),
     }
-    return [["", ""], *([name, value] for name, value in told.items() if value)]
+    return [["", ""], *([name, value] for name, value in rows.items() if value)]
 
 
 def _section(title: str, table: list[list[str]], note: str) -> str:
     if not table:
         return ""
-    told = f"<p>{escape(note)}</p>" if note else ""
-    return f"<section><h2>{escape(title)}</h2>{told}{_table(table)}</section>"
+    paragraph = f"<p>{escape(note)}</p>" if note else ""
+    return f"<section><h2>{escape(title)}</h2>{paragraph}{_table(table)}</section>"
 
 
 def _table(table: list[list[str]]) -> str:

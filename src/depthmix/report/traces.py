@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from depthmix.files import replace_file
+from depthmix.files import parse_json, replace_file
 
 FORMAT, VERSION = "depthmix trace", 1
 RULES = ("topk", "causal")
@@ -35,27 +35,27 @@ def write_trace(trace: Mapping[str, Any], path: Path) -> None:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """A trace from its file, or a sentence that says why it is none."""
+    """A trace from its file, or a sentence that says why it is not one."""
     try:
-        trace = json.loads(path.read_text(encoding="utf-8"))
+        trace = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no trace: {error}; 'depthmix trace' writes one") from error
+        raise ValueError(f"{path} is not a trace: {error}; 'depthmix trace' writes one") from error
     check_trace(trace, str(path))
     return trace
 
 
 def check_trace(trace: Any, name: str) -> None:
-    """Refuse what is no trace, or one whose lists do not fit each other."""
+    """Refuse what is not a trace, or one whose lists do not fit each other."""
     if not isinstance(trace, Mapping) or trace.get("format") != FORMAT:
-        raise ValueError(f"{name} is no trace: 'depthmix trace RUN --text FILE' writes one")
+        raise ValueError(f"{name} is not a trace: 'depthmix trace RUN --text FILE' writes one")
     if trace.get("version") != VERSION:
         raise ValueError(
             f"{name} is a trace of version {trace.get('version')}, and this release reads "
-            f"{VERSION}: write it anew with 'depthmix trace'"
+            f"{VERSION}: write it again with 'depthmix trace'"
         )
     missing = [key for key in _KEYS if key not in trace]
     if missing:
-        raise ValueError(f"{name} is damaged, it lacks {', '.join(missing)}: write it anew")
+        raise ValueError(f"{name} is damaged, it lacks {', '.join(missing)}: write it again")
     rules = trace["rules"]
     if not isinstance(rules, Mapping) or "topk" not in rules or set(rules) - set(RULES):
         raise ValueError(f"{name} is damaged, its rules must be topk and perhaps causal")
@@ -63,7 +63,7 @@ def check_trace(trace: Any, name: str) -> None:
         if not isinstance(values, Sequence) or len(values) != len(trace["tokens"]):
             raise ValueError(
                 f"{name} is damaged, {where} must have a value for each of the "
-                f"{len(trace['tokens'])} tokens: write it anew"
+                f"{len(trace['tokens'])} tokens: write it again"
             )
 
 
@@ -235,7 +235,7 @@ def find_dead(texts: Sequence[str], depth: Int[np.ndarray, " tokens"]) -> dict[s
         "share": dead.total() / len(texts),
         "most": [
             {"text": text, "count": count, "of": total[text]}
-            # tokens without a text of their own cannot be told apart
+            # tokens without a text of their own cannot be distinguished
             for text, count in dead.most_common(NUM_DEAD_SHOWN + 1)
             if text
         ][:NUM_DEAD_SHOWN],

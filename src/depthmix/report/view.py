@@ -5,7 +5,7 @@ Owns what goes into the template `view.html`, which draws. Knows no torch.
 
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -19,6 +19,7 @@ def write_page(trace: Mapping[str, Any]) -> str:
     check_trace(trace, "this")
     data = {
         **trace,
+        "rules": {name: _lighten(rule, name) for name, rule in trace["rules"].items()},
         "classes": classify_tokens(trace),
         "measures": {name: measure_rule(trace, name) for name in trace["rules"]},
         "agreement": compare_rules(trace),
@@ -30,7 +31,27 @@ def write_page(trace: Mapping[str, Any]) -> str:
     return head.replace("{{title}}", html.escape(title)) + embed_json(data) + tail
 
 
+def _lighten(rule: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What a page shows of a rule: two digits, and a predictor only where it decides."""
+    blocks = [
+        {
+            **block,
+            "score": _shorten(block["score"]),
+            "predictor": _shorten(block["predictor"])
+            if block.get("predictor") and name == "causal"
+            else None,
+        }
+        for block in rule["blocks"]
+    ]
+    shown = {key: _shorten(rule[key]) for key in ("entropy", "loss")}
+    return {**rule, **shown, "blocks": blocks}
+
+
+def _shorten(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else round(value, 2) for value in values]
+
+
 def embed_json(value: Any) -> str:
     """JSON that can stand inside a script element: nothing in it can close or open one."""
-    told = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return told.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -21,10 +22,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from depthmix.config.fields import suggest
-from depthmix.files import name_file, replace_file, take_lock
+from depthmix.files import name_file, parse_json, replace_file, take_lock
 
 State = Literal["running", "finished", "interrupted", "failed"]
-MAX_DEPTH = 3
+# sweeps lie four levels below `runs`: isoflop-gpu/1e15/mod/w320-l12-s0
+MAX_DEPTH = 6
 _MARKS = frozenset({"provenance.json", "status.json", "metrics.jsonl"})
 
 
@@ -41,7 +43,7 @@ class RunDir:
     def create(path: str | Path, config_toml: str, provenance: Mapping[str, Any]) -> "RunDir":
         """Start a new run; `provenance` is what `collect_provenance` gives."""
         run, config = RunDir(Path(path)), Path(path, "config.toml")
-        run.check_free()
+        run.check_free(can_resume=True)
         run.path.mkdir(parents=True, exist_ok=True)
         try:
             # this claims the folder: of two that start at once, one is refused
@@ -50,37 +52,39 @@ class RunDir:
             run.checkpoints.mkdir(exist_ok=True)
             run.add_start(provenance)
         except FileExistsError:
-            run.check_free()
+            run.check_free(can_resume=True)
             raise
         except OSError:
             config.unlink(missing_ok=True)
             raise
         return run
 
-    def check_free(self) -> None:
-        """Refuse what cannot become a new run: a file, or a folder that holds one."""
+    def check_free(self, *, can_resume: bool = False) -> None:
+        """Refuse what cannot become a new run: a file, or a folder that contains a run.
+
+        `can_resume` is for training, which may have meant that run.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"'{self.path}' is a file: choose another --out for the run's folder")
         if self.metrics.exists() or (self.path / "config.toml").exists():
-            raise ValueError(
-                f"'{self.path}' already holds a run: go on with it by --resume {self.path}, or "
-                f"choose another --out"
-            )
+            place = shlex.quote(str(self.path))
+            hint = f"resume it with 'depthmix train --resume {place}', or " if can_resume else ""
+            raise ValueError(f"'{self.path}' already holds a run: {hint}choose another --out")
 
     @staticmethod
     def open(path: str | Path) -> "RunDir":
-        """An existing run, or a sentence that says why this is none."""
+        """An existing run, or a sentence that says why this is not one."""
         run = RunDir(Path(path))
         if run.path.is_dir() and (run.path / "config.toml").is_file():
             return run
-        raise ValueError(_tell_why_not(run.path))
+        raise ValueError(_explain_refusal(run.path))
 
     def read_config(self) -> dict[str, Any]:
         """The resolved configuration: tables `model` and `train`."""
         path = self.path / "config.toml"
         try:
             return tomllib.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"'{path}' is damaged: {error}") from error
 
     def add_start(self, provenance: Mapping[str, Any]) -> None:
@@ -110,7 +114,7 @@ class RunDir:
     def read_json(self, name: str) -> dict[str, Any]:
         """`provenance.json` or `status.json`; empty where there is none yet."""
         try:
-            return dict(json.loads((self.path / name).read_bytes()))
+            return dict(parse_json((self.path / name).read_bytes()))
         except FileNotFoundError:
             return {}
         except (ValueError, TypeError) as error:
@@ -141,7 +145,7 @@ class RunDir:
             replace_file(self.metrics, b"".join(line + b"\n" for line in kept))
 
     def read_metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """All records in order, or those of one kind; a last line torn by a kill is no record."""
+        """All records in order, or those of one kind, without a last line cut off by a kill."""
         return [record for _, record in self._parse_lines() if kind in (None, record.get("kind"))]
 
     def _parse_lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -149,11 +153,11 @@ class RunDir:
         # every whole line ends in a newline: what follows the last one was torn by a kill
         for number, line in enumerate(lines[:-1], 1):
             try:
-                record = dict(json.loads(line))
+                record = dict(parse_json(line))
                 int(record["step"])
             except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(
-                    f"'{self.metrics}' is damaged: line {number} is no record; remove that line"
+                    f"'{self.metrics}' is damaged: line {number} is not a record; remove that line"
                 ) from error
             yield line, record
 
@@ -165,9 +169,9 @@ class RunDir:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other trainers out; the kernel lets go when the process dies, however it does."""
+        """Keep other trainers out; the kernel releases the lock however the process ends."""
         with open(self.path / ".lock", "a+", encoding="utf-8") as file:
-            # whoever lists runs holds the lock for an instant: that is no reason to refuse
+            # listing runs takes the lock for an instant: not a reason to refuse
             if not take_lock(file.fileno()):
                 time.sleep(0.2)
                 if not take_lock(file.fileno()):
@@ -197,7 +201,7 @@ def name_run(preset: str, when: datetime, folder: str | Path = "runs") -> Path:
 def collect_provenance(
     *, seed: int, data: Mapping[str, Any], device: Mapping[str, Any], step: int = 0
 ) -> dict[str, Any]:
-    """Where a start comes from; `data` (folder, hash) and `device` are told by those who know."""
+    """Where a start comes from; `data` (folder, hash) and `device` come from the caller."""
     versions = {"python": platform.python_version()}
     for name in ("depthmix", "torch", "numpy", "triton"):
         with suppress(metadata.PackageNotFoundError):
@@ -239,20 +243,22 @@ def find_runs(folder: str | Path) -> Iterator[Path]:
         below[:] = [name for name in below if depth < MAX_DEPTH and not name.startswith(".")]
 
 
-def tell_run_nearby(path: Path) -> str | None:
-    """A sentence about the run that a path is a part of, or those that it holds; None without."""
+def describe_run_nearby(path: Path) -> str | None:
+    """A sentence about the run that a path is part of, or the runs that it contains, if any."""
     for parent in path.parents:
         if (parent / "config.toml").is_file() and (parent / "provenance.json").is_file():
             return f"'{path}' is a part of the run '{parent}': name that folder"
     inside = [run for run in sorted(find_runs(path)) if run != path]
     if inside:
-        return f"'{path}' is no run but holds {len(inside)}: name one, such as '{inside[-1]}'"
+        return (
+            f"'{path}' is not a run, but contains {len(inside)}: name one, such as '{inside[-1]}'"
+        )
     return None
 
 
-def _tell_why_not(path: Path) -> str:
-    """What was meant by a path that is no run."""
-    nearby = tell_run_nearby(path)
+def _explain_refusal(path: Path) -> str:
+    """What a path is that is not a run."""
+    nearby = describe_run_nearby(path)
     if nearby is not None:
         return nearby
     if not path.exists():
@@ -260,7 +266,7 @@ def _tell_why_not(path: Path) -> str:
         return f"there is no run '{path}': name a folder that training made.{near}"
     if not path.is_dir():
         return f"'{path}' is a file: name the folder of a run"
-    return f"'{path}' is no run: it has no config.toml; name a folder that training made"
+    return f"'{path}' is not a run: it has no config.toml; name a folder that training made"
 
 
 def _cut_torn_line(path: Path) -> None:

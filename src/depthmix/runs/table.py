@@ -5,14 +5,14 @@ Reads run folders through `folder`; knows no torch.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from depthmix import flops
 from depthmix.config import ModelConfig
 from depthmix.runs.folder import RunDir, find_runs
-from depthmix.units import format_power
+from depthmix.units import format_estimate, format_number, format_power
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,9 +112,9 @@ def print_runs(runs: Sequence[RunSummary], console: "Console") -> None:
     fits = sum(widths) + 2 * (len(widths) - 1) <= console.width
     for i, (name, *cells) in enumerate(rows):
         cells = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
-        told = "  ".join((f"{name:{widths[0]}}", *cells)) if fits else f"{name}\n{' '.join(cells)}"
+        line = "  ".join((f"{name:{widths[0]}}", *cells)) if fits else f"{name}\n{' '.join(cells)}"
         style = "bold" if i == 0 else ""
-        console.print(told, style=style, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
     for run in runs:
         if run.reason:
             console.print(f"\n{run.path}: {run.reason}", highlight=False, markup=False)
@@ -124,7 +124,7 @@ def _list_cells(run: RunSummary) -> tuple[str, ...]:
     losses = run.loss, run.val_loss_topk, run.val_loss_causal
     return (
         run.path,
-        _format("{:,.1f}M", run.num_parameters, 1e6),
+        "-" if run.num_parameters is None else format_number(run.num_parameters),
         f"{run.step}/{run.num_steps or '?'}",
         run.state,
         "-" if run.flops is None else format_power(run.flops),
@@ -134,10 +134,11 @@ def _list_cells(run: RunSummary) -> tuple[str, ...]:
     )
 
 
-def _format(pattern: str, value: int | float | None, unit: float = 1.0) -> str:
-    return "-" if value is None else pattern.format(value / unit)
+def _format(pattern: str, value: int | float | None) -> str:
+    return "-" if value is None else pattern.format(value)
 
 
 def _format_age(started: str) -> str:
-    age = datetime.now(UTC) - datetime.fromisoformat(started) if started else None
-    return "-" if age is None else f"{age / timedelta(hours=1):.1f}h"
+    if not started:
+        return "-"
+    return format_estimate((datetime.now(UTC) - datetime.fromisoformat(started)).total_seconds())

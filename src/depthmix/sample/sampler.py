@@ -4,6 +4,7 @@ Owns on which device and in which type a model is sampled, and the clock. Knows 
 samples are shown.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +22,18 @@ from depthmix.world import choose_device
 
 # enough for a prompt's step and for those of single tokens
 WARM_TOKENS = 3
+
+
+def seed_prompt(params: SamplingParams, text: str) -> SamplingParams:
+    """The parameters with a seed of this prompt's own, as equal seeds draw equal noise.
+
+    It follows from the seed and the text alone, so other prompts beside it change nothing.
+    """
+    if params.seed is None:
+        return params
+    data = f"{params.seed} {text}".encode("utf-8", "surrogateescape")
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return replace(params, seed=int.from_bytes(digest, "little", signed=True))
 
 
 class Sampler:
@@ -158,7 +171,8 @@ class TextModel(StoredModel):
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("a prompt is text: give token ids to engine.generate")
-        results = self.engine.generate([self.vocabulary.encode(text) for text in texts], params)
+        tokens = [self.vocabulary.encode(text) for text in texts]
+        results = self.engine.generate(tokens, [seed_prompt(params, text) for text in texts])
         found = [result.samples[0].text or "" for result in results]
         return found[0] if isinstance(prompts, str) else found
 

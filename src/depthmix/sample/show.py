@@ -14,7 +14,7 @@ from depthmix.infer import Event, SamplingParams
 from depthmix.infer.depth import Depth, join_depths
 from depthmix.infer.results import Sample, Stats
 from depthmix.infer.text import TextStream
-from depthmix.sample.sampler import Sampler
+from depthmix.sample.sampler import Sampler, seed_prompt
 from depthmix.units import format_bytes
 
 # from light to strong, in the colours of most terminals and in all of them
@@ -45,7 +45,7 @@ class Screen(Protocol):
         ...
 
     def isatty(self) -> bool:
-        """Whether somebody looks at it."""
+        """Whether it is a terminal."""
         ...
 
 
@@ -75,7 +75,7 @@ class DepthText:
         self._certain = ""
 
     def add_event(self, event: Event) -> None:
-        """What the engine tells of the sample: a token, and the path of the one before it."""
+        """An event of the sample: a token, and the path of the one before it."""
         self.add_text(event.text)
         if event.token is None:
             # an end that came without a token has no path either
@@ -286,11 +286,14 @@ class Show:
         flowing = self.stream and self.num_samples == 1 and not self.as_json
         paths: Sequence[Sequence[bool]] = ()
         if flowing and self.shader is not None and self.echo:
-            # the prompt is shown at once, and its depth is told with the end of a sample
+            # the prompt is shown at once, but its depth is known at the end of the sample
             (look,) = self.sampler.engine.generate(self.prompts, SamplingParams(max_tokens=1))
             paths = look.samples[0].depth.blocks
         # prompts that do not fit are refused here, before anything is printed
-        numbers = {self.sampler.add(p, self.params): i for i, p in enumerate(self.prompts)}
+        numbers = {
+            self.sampler.add(prompt, seed_prompt(self.params, text)): i
+            for i, (prompt, text) in enumerate(zip(self.prompts, self.texts, strict=True))
+        }
         if self.shader is not None:
             self._write(self.shader.explain() + "\n\n")
         if flowing:
@@ -309,18 +312,18 @@ class Show:
             for place in sorted(self.done):
                 self._print_sample(*place)
 
-    def summarize(self, *, tell_seed: bool = False, tell_start: bool = False) -> list[str]:
+    def summarize(self, *, with_seed: bool = False, with_start: bool = False) -> list[str]:
         """How it went, in a line, and one more where the model's length was the limit.
 
-        `tell_start` adds what came before the prompts: loading, and compiling if there was any.
+        `with_start` adds what came before the prompts: loading, and compiling if there was any.
         """
         samples = list(self.done.values())
         engine, params = self.sampler.engine, self.params
-        told = summarize(samples, engine.stats(), self.sampler.tokens_per_second)
-        if tell_start:
-            speed, rest = told.split("; ", 1)
-            told = f"{speed}; {self._describe_start()}; {rest}"
-        lines = [f"{told}; seed {params.seed}" if tell_seed else told]
+        line = summarize(samples, engine.stats(), self.sampler.tokens_per_second)
+        if with_start:
+            speed, rest = line.split("; ", 1)
+            line = f"{speed}; {self._describe_start()}; {rest}"
+        lines = [f"{line}; seed {params.seed}" if with_seed else line]
         cut = [s for s in samples if s.finish == "length" and len(s.tokens) < params.max_tokens]
         if cut:
             longest = engine.config.max_seq_len
@@ -329,9 +332,9 @@ class Show:
         return lines
 
     def _describe_start(self) -> str:
-        told = f"loaded in {self.sampler.load_seconds:.1f} s"
+        text = f"loaded in {self.sampler.load_seconds:.1f} s"
         seconds = self.sampler.compile_seconds
-        return f"{told}, compiled in {seconds:.1f} s" if seconds > NO_TIME else told
+        return f"{text}, compiled in {seconds:.1f} s" if seconds > NO_TIME else text
 
     def _flow(self, stopped: Callable[[], object], paths: Sequence[Sequence[bool]]) -> None:
         """One sample while it comes; `paths` are its prompt's."""
@@ -365,8 +368,8 @@ class Show:
             return
         if self.num_samples > 1:
             parts = [("prompt", prompt, len(self.texts)), ("sample", number, self.params.n)]
-            told = [f"{name} {i + 1} of {count}" for name, i, count in parts if count > 1]
-            self._write(("\n" if self._num_printed else "") + f"--- {', '.join(told)} ---\n")
+            labels = [f"{name} {i + 1} of {count}" for name, i, count in parts if count > 1]
+            self._write(("\n" if self._num_printed else "") + f"--- {', '.join(labels)} ---\n")
         self._num_printed += 1
         self._print_prompt(prompt, found.depth.blocks[: len(tokens)])
         assert found.text is not None
@@ -383,7 +386,7 @@ class Show:
         if self.shader is None:
             self._print_text(text, bold=True)
             return
-        # the end token that opens a document is no text, unless the prompt itself has it
+        # the end token that opens a document is not shown, unless it is in the prompt itself
         vocabulary = self.sampler.vocabulary
         num_added = len(tokens) - len(vocabulary.tokenize(text))
         pieces = shade_tokens(vocabulary.decode, tokens[num_added:], paths[num_added:], text)
@@ -394,13 +397,13 @@ class Show:
             self._write("".join(map(self.shader.paint, pieces)))
 
     def _print_text(self, text: str, *, bold: bool = False) -> None:
-        # what is no terminal gets the text as it is
+        # files and pipes get the text as it is
         if self.file.isatty():
             text = hide_controls(text)
         self._write(f"{BOLD}{text}{RESET}" if bold and self.palette else text)
 
     def _write(self, text: str) -> None:
-        # what a terminal's encoding does not have is no reason to stop
+        # replace what a terminal's encoding does not have
         encoding = getattr(self.file, "encoding", None) or "utf-8"
         self.file.write(text.encode(encoding, "replace").decode(encoding))
         self.file.flush()

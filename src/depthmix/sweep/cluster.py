@@ -11,7 +11,7 @@ from depthmix.sweep.execute import Executor
 from depthmix.sweep.folders import Standing, look_at_runs
 from depthmix.sweep.plan import PlannedRun
 
-# where submitit keeps its own files, out of sight of those who look for runs
+# where submitit keeps its own files, hidden from the search for runs
 FOLDER = ".slurm"
 
 
@@ -52,7 +52,7 @@ def submit_runs(
 def train_alone(
     run: PlannedRun, folder: Path, data: Path | None = None, device: str | None = None
 ) -> None:
-    """Train one run to its end, or go on with it; what a job does."""
+    """Train one run to its end, or resume it: the work of a job."""
     standings = look_at_runs([run], folder)
     summary = Executor([run], standings, folder, data=data, device=device).run()
     if summary.failed:

@@ -68,12 +68,12 @@ class _Job(NamedTuple):
 
 
 def list_arguments(path: Path, *, resume: bool, data: Path | None, device: str | None) -> list[str]:
-    """What `depthmix train` is told for the run in a folder."""
-    told = ["--resume", str(path)]
+    """The arguments of `depthmix train` for the run in a folder."""
+    arguments = ["--resume", str(path)]
     if not resume:
-        told = ["--config", str(path / PLANNED), "--out", str(path)]
-    told += ["--data", str(data)] if data else []
-    return told + (["--device", device] if device else [])
+        arguments = ["--config", str(path / PLANNED), "--out", str(path)]
+    arguments += ["--data", str(data)] if data else []
+    return arguments + (["--device", device] if device else [])
 
 
 class Executor:
@@ -110,7 +110,7 @@ class Executor:
         report: Callable[[SweepProgress], None] | None = None,
         poll_seconds: float | None = None,
     ) -> Summary:
-        """Train until nothing is left, or somebody wants it to stop."""
+        """Train until nothing is left, or until it is interrupted."""
         with self.interrupt:
             try:
                 while self.jobs or (self.waiting and not self.stopping):
@@ -126,13 +126,13 @@ class Executor:
                 self._ask_to_end()
                 raise
             finally:
-                # whatever went wrong here, nothing is left behind
+                # after any failure, nothing is left running
                 self._kill()
         return Summary(tuple(self.finished), self.failed, self.interrupt.signal)
 
     @property
     def stopping(self) -> bool:
-        """Whether somebody wants it to stop."""
+        """Whether it was interrupted."""
         return self.interrupt.signal is not None
 
     def _start(self, run: PlannedRun) -> None:
@@ -140,19 +140,19 @@ class Executor:
         path.mkdir(parents=True, exist_ok=True)
         config = path / "config.toml"
         if not (path / "provenance.json").exists():
-            # killed while its folder was made: there is nothing to go on with
+            # killed while its folder was made: there is nothing to resume
             config.unlink(missing_ok=True)
         resume = config.exists()
         if not resume:
             replace_file(path / PLANNED, run.config.to_toml())
-        told = list_arguments(path, resume=resume, data=self.data, device=self.device)
+        arguments = list_arguments(path, resume=resume, data=self.data, device=self.device)
         self.num_tries[run.name] += 1
         log = open(path / LOG, "ab")  # noqa: SIM115 (closed when its process has ended)
         try:
-            log.write(f"$ depthmix train {shlex.join(told)}\n".encode())
+            log.write(f"$ depthmix train {shlex.join(arguments)}\n".encode())
             log.flush()
             process = subprocess.Popen(
-                [*self.command, *told],
+                [*self.command, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -194,7 +194,7 @@ class Executor:
     def _check_refusal(self, job: _Job) -> None:
         """End the sweep where two runs are refused with the same words, and none got through.
 
-        A GPU that is not there, or data that is gone, would be told of every run, twice.
+        A GPU that is not there, or data that is gone, would be reported for every run, twice.
         """
         path = self.folder / job.run.folder
         if job.process.returncode != MISTAKE or self.finished or read_flops(path):
@@ -237,7 +237,7 @@ class Executor:
             time.sleep(0.05)
 
     def _kill(self) -> None:
-        """End what still runs, with whatever it has started itself."""
+        """End what still runs, with everything that it has started itself."""
         for job in self.jobs:
             # of one that was waited for, the number may be another's by now
             if job.process.poll() is None:

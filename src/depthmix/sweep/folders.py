@@ -14,13 +14,13 @@ from depthmix.config import RunConfig
 from depthmix.config.fields import flatten
 from depthmix.runs.folder import RunDir
 from depthmix.sweep.plan import PlannedRun
-from depthmix.units import format_estimate, format_flops, format_number, format_power
+from depthmix.units import format_count, format_estimate, format_flops, format_number, format_power
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 LOG = "log.txt"
-# what a run shall be, for the process that trains it
+# the configuration of a run, for the process that trains it
 PLANNED = "planned.toml"
 
 # of a log, and of metrics: more than the last lines are long
@@ -47,7 +47,7 @@ def look_at_runs(runs: Sequence[PlannedRun], folder: Path) -> dict[str, Standing
         except (OSError, ValueError) as error:
             problems.append(str(error))
     if len(problems) > 1:
-        head = f"{len(problems)} folders cannot be gone on with, and nothing was started:"
+        head = f"{len(problems)} folders cannot be resumed, and nothing was started:"
         raise ValueError("\n  ".join([head, *problems]))
     if problems:
         raise ValueError(problems[0])
@@ -84,7 +84,7 @@ def print_plan(
         )
     left = [run for run in runs if standings[run.name].todo != "nothing"]
     flops = sum(run.flops - standings[run.name].flops for run in left)
-    told = f"{len(runs)} runs, {len(left)} to train, {format_flops(flops)}"
+    told = f"{format_count(len(runs), 'run')}, {len(left)} to train, {format_flops(flops)}"
     if speed and left:
         told += f", about {format_estimate(flops / speed)} at {speed / 1e12:.3g} TFLOP/s"
         told += ", as the plan guesses" if is_guess else ""
@@ -146,7 +146,7 @@ def read_flops(path: Path) -> int | float:
 def measure_speed(runs: Sequence[PlannedRun], folder: Path) -> float | None:
     """FLOP/s of one run, over the finished ones that were started once; None where there are none.
 
-    With starting and validating, as it is the time of whoever waits that is asked for.
+    Starting and validating are included: it is about how long a user waits.
     """
     total_flops, total_seconds = 0.0, 0.0
     for run in runs:
@@ -161,7 +161,7 @@ def measure_speed(runs: Sequence[PlannedRun], folder: Path) -> float | None:
                 total_seconds += (datetime.fromisoformat(ended) - began).total_seconds()
                 total_flops += run.flops
         except (KeyError, TypeError, ValueError):
-            # an estimate is no reason to stop
+            # an estimate is not worth an error
             continue
     return total_flops / total_seconds if total_seconds > 0 else None
 

@@ -1,7 +1,7 @@
 """A plan of many runs: TOML → every run's configuration, counted and checked before any starts.
 
-Owns the format of the file (docs/sweeps.md), the names of runs, and that all problems are told at
-once. Does not know how a run is started, or what came of it.
+Owns the format of the file (docs/sweeps.md), the names of runs, and reporting all problems at once.
+Does not know how a run is started, or what came of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -107,16 +107,16 @@ def read_plan(
     scale = _choose_scale(scales, scale)
     chosen = {} if scale is None else _read_table(scales, scale)
     _refuse_unknown(chosen, _SCALE_KEYS, "a scale")
-    told = {**tree, **chosen}
+    merged = {**tree, **chosen}
     variants = {
-        _check_name(name): _read_fields(_read_table(told, "variants"), name)
-        for name in _read_table(told, "variants")
+        _check_name(name): _read_fields(_read_table(merged, "variants"), name)
+        for name in _read_table(merged, "variants")
     }
     if not variants:
         raise ValueError("a plan needs variants: write [variants.NAME] with its fields")
-    budgets = _read_budgets(told.get("budgets"), "budgets")
-    seeds = _read_seeds(told.get("seeds", 1), "seeds")
-    sizes = told.get("sizes")
+    budgets = _read_budgets(merged.get("budgets"), "budgets")
+    seeds = _read_seeds(merged.get("seeds", [0]), "seeds")
+    sizes = merged.get("sizes")
     if not isinstance(sizes, list) or not sizes or not all(isinstance(s, dict) for s in sizes):
         raise ValueError("sizes must be a list of tables, such as [{width = 256, num_layers = 8}]")
     common = _read_fields(tree, "common") | _read_fields(chosen, "common")
@@ -134,8 +134,8 @@ def read_plan(
         budgets=budgets,
         sizes=tuple(_read_size(size, tuple(variants), budgets, seeds) for size in sizes),
         scale=scale,
-        vocab_size=_read_vocab_size(told.get("vocab_size")),
-        tflops=_read_tflops(told.get("tflops")),
+        vocab_size=_read_vocab_size(merged.get("vocab_size")),
+        tflops=_read_tflops(merged.get("tflops")),
     )
 
 
@@ -168,9 +168,9 @@ def _read_size(
         few = _read_budgets(tree["budgets"], "a size's budgets")
         for budget in few:
             if budget not in budgets:
-                told = ", ".join(map(format_budget, budgets))
+                allowed = ", ".join(map(format_budget, budgets))
                 raise ValueError(
-                    f"a size names the budget {format_budget(budget)}, which is none of {told}"
+                    f"a size names the budget {format_budget(budget)}, which is none of {allowed}"
                 )
     name = tree.get("name")
     return Size(
@@ -190,11 +190,9 @@ def _read_budgets(value: Any, name: str) -> tuple[float, ...]:
 
 
 def _read_seeds(value: Any, name: str) -> tuple[int, ...]:
-    """A number of seeds, from 0, or a list of them."""
-    seeds = value if isinstance(value, list) else range(value) if type(value) is int else ()
-    if not seeds or not all(type(seed) is int for seed in seeds):
-        raise ValueError(f"{name} must be a number of seeds, or a list of them, such as [0, 1, 2]")
-    return tuple(dict.fromkeys(seeds))
+    if not isinstance(value, list) or not value or not all(type(seed) is int for seed in value):
+        raise ValueError(f"{name} = {value!r} must be a list of seeds, such as [0, 1, 2]")
+    return tuple(dict.fromkeys(value))
 
 
 def _read_vocab_size(value: Any) -> int | None:
@@ -258,7 +256,7 @@ def format_budget(budget: int | float) -> str:
     return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
 
 
-# what the plan itself decides, and why nobody else may
+# fields that the plan itself sets, by what
 _RESERVED = {"train.flops": "budgets", "train.seed": "seeds"}
 
 
@@ -303,8 +301,8 @@ def expand_plan(
                 problems.setdefault(str(error), []).append(label)
                 break
             if any(run.name == other.name for other in found):
-                told = "two runs would have this name: give one of the sizes a name of its own"
-                problems.setdefault(told, []).append(run.name)
+                problem = "two runs would have this name: give one of the sizes a name of its own"
+                problems.setdefault(problem, []).append(run.name)
             found.append(run)
     if problems:
         raise ValueError(_say_problems(problems))

@@ -89,7 +89,7 @@ def add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
 
 
 def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
-    """A loss in nats a token, told by the text's bytes: comparable between tokenizers."""
+    """A loss in nats a token, per byte of the text: comparable between tokenizers."""
     return None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
 
 

@@ -7,7 +7,7 @@ Knows nothing of steps.
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -20,19 +20,21 @@ from depthmix import flops
 from depthmix.budget import make_schedule
 from depthmix.config import RunConfig
 from depthmix.data.default import find_cache, prepare_default
-from depthmix.data.prepare import show_progress
+from depthmix.data.manifest import read_manifest
+from depthmix.data.prepare import DEFAULT_VOCAB_SIZE, show_progress
+from depthmix.files import replace_file
 from depthmix.models import StoredModel, open_model
 from depthmix.models.chat import write_chat
 from depthmix.runs.folder import RunDir, State, collect_provenance, name_run
 from depthmix.train.log import READER_GONE
 from depthmix.train.loop import Ending, Trainer
 from depthmix.train.start import check_memory, check_tokenizer, open_corpus
-from depthmix.units import format_number
+from depthmix.units import format_count, format_number
 from depthmix.world import World, open_world
 
 
 class Launch(NamedTuple):
-    """What a command asks for: a new run, or one to go on with."""
+    """What a command asks for: a new run, or one to resume."""
 
     run: RunConfig | None = None
     """A new run's configuration."""
@@ -43,17 +45,21 @@ class Launch(NamedTuple):
     out: Path | None = None
     """A new run's folder."""
     resume: Path | None = None
-    """The folder of a run to go on with."""
+    """The folder of a run to resume."""
     device: str | None = None
     """cpu or cuda; empty means a GPU where there is one."""
     start: StoredModel | None = None
     """The model whose weights a new run begins with."""
+    fit_vocabulary: bool = False
+    """Whether a new run's model takes the vocabulary size of the data."""
+    budget: Mapping[str, Any] = {}
+    """A longer budget for a resumed run, as a dotted field."""
 
 
 def launch(plan: Launch, console: Console) -> tuple[Ending, RunDir]:
     """Train, from the beginning or from the last checkpoint, in one process or under torchrun.
 
-    Says how it ended, and how to go on where it is not finished. A second Ctrl-C, which stops at
+    Says how it ended, and how to resume where it is not finished. A second Ctrl-C, which stops at
     once, comes through as a `KeyboardInterrupt` with that sentence.
     """
     with open_world(plan.device) as world:
@@ -68,7 +74,10 @@ def _start(plan: Launch, world: World, console: Console) -> tuple[Ending, RunDir
     assert run is not None
     # what can be refused at once is, before data is prepared and a model made
     if plan.out is not None:
-        RunDir(plan.out).check_free()
+        RunDir(plan.out).check_free(can_resume=True)
+    if plan.fit_vocabulary:
+        known = None if plan.data is None else read_manifest(plan.data.expanduser()).vocab_size
+        run = run.override({"vocab_size": known or DEFAULT_VOCAB_SIZE})
     check_memory(run, world)
     schedule = make_schedule(run)
     teacher = _open_teacher(run)
@@ -94,20 +103,30 @@ def _resume(plan: Launch, path: Path, world: World, console: Console) -> tuple[E
     folder = RunDir.open(path)
     starts = folder.read_starts()
     if not starts:
-        raise ValueError(f"'{path}' was stopped before it began: remove it, and start it anew")
+        raise ValueError(f"'{path}' was stopped before it began: remove it, and start it again")
     if starts[-1]["data"].get("upcycled"):
         raise ValueError(f"'{path}' was upcycled, not trained: begin with --from {path}")
     config = folder.read_config()
     if not config.keys() >= {"model", "train"}:
         raise ValueError(f"'{path / 'config.toml'}' is damaged: put back a copy of it")
-    run = RunConfig.from_dict(config)
+    run = RunConfig.from_dict(config).override(plan.budget)
     status, schedule = {}, make_schedule(run)
     num_steps = schedule.num_steps
+    if plan.budget and run.train.start_capacity is not None:
+        raise ValueError(
+            f"the capacities of '{path}' fall over its whole length, so it cannot be extended: "
+            f"start a new run with --from {path}"
+        )
     # only to say that there is nothing to do
     with suppress(ValueError):
         status = folder.read_json("status.json")
     if status.get("state") == "finished" and status["step"] >= num_steps:
-        _say(console, f"{path} is finished, all its {num_steps} steps: there is nothing left to do")
+        _check_longer(plan, status["step"], num_steps)
+        _say(
+            console,
+            f"{path} is finished ({format_count(num_steps, 'step')}), there is nothing left to do; "
+            f"a larger --steps extends it",
+        )
         return Ending("finished", status["step"], num_steps, {}, None), folder
     with _lock(folder, world):
         check_memory(run, world)
@@ -125,11 +144,23 @@ def _resume(plan: Launch, path: Path, world: World, console: Console) -> tuple[E
         _say_start(console, trainer)
         for sentence in trainer.resume():
             _say(console, sentence)
+        _check_longer(plan, trainer.num_done, num_steps)
         if world.is_first:
+            if plan.budget:
+                replace_file(folder.path / "config.toml", run.to_toml())
             folder.truncate_metrics(trainer.num_done)
             folder.add_start(_describe_start(trainer))
             corpus.copy_tokenizer(folder.path)
         return _train(trainer, console), folder
+
+
+def _check_longer(plan: Launch, num_done: int, num_steps: int) -> None:
+    """Refuse a new budget that a run has used up already."""
+    if plan.budget and num_steps <= num_done:
+        raise ValueError(
+            f"'{plan.resume}' has done {format_count(num_done, 'step')} and this budget allows "
+            f"{num_steps}: give more to extend it"
+        )
 
 
 def _open_teacher(run: RunConfig) -> StoredModel | None:
@@ -137,32 +168,32 @@ def _open_teacher(run: RunConfig) -> StoredModel | None:
 
 
 def _train(trainer: Trainer, console: Console) -> Ending:
-    """Train; what ended it is told in the run's folder, and to the user with the way to go on."""
+    """Train; record in the run's folder what ended it, and tell the user how to resume."""
     path = trainer.folder.path
-    go_on = f"go on with: depthmix train --resume {shlex.quote(str(path))}"
+    resume = f"resume with: depthmix train --resume {shlex.quote(str(path))}"
     try:
         outcome = trainer.train(console)
     except KeyboardInterrupt as stopped:
         _write_end(trainer, "interrupted", "a second Ctrl-C stopped it at once")
-        told = f"stopped at once; from the last checkpoint {go_on}" if trainer.num_done else ""
-        raise KeyboardInterrupt(told) from stopped
+        message = f"stopped at once; from the last checkpoint, {resume}" if trainer.num_done else ""
+        raise KeyboardInterrupt(message) from stopped
     except OSError as error:
         reason = error.strerror or str(error)
         _write_end(trainer, "failed", f"{error.filename}: {reason}" if error.filename else reason)
         if trainer.num_done == 0:
             raise
-        reason += f"; when that is mended, {go_on}"
+        reason += f"; when that is fixed, {resume}"
         raise OSError(error.errno, reason, error.filename) from error
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         _write_end(trainer, "failed", f"{kind}{error}")
         raise
     if outcome.state == "finished":
-        _say(console, f"finished{outcome.tell_val()}: {path}")
+        _say(console, f"finished{outcome.describe_val()}: {path}")
     elif trainer.world.is_first:
         with suppress(*READER_GONE):
-            told = f"stopped at step {outcome.step} of {outcome.num_steps}, saved; {go_on}"
-            print(told, file=sys.stderr, flush=True)
+            message = f"stopped at step {outcome.step} of {outcome.num_steps}, saved; {resume}"
+            print(message, file=sys.stderr, flush=True)
     return outcome
 
 
@@ -179,7 +210,7 @@ class _Made(NamedTuple):
         for entry in set(self.path.glob("*")) - self.entries:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         for folder in self.missing:
-            # somebody else may have put something there
+            # another process may have put something there
             with suppress(OSError):
                 folder.rmdir()
 
@@ -247,14 +278,14 @@ def _describe_start(trainer: Trainer, source: StoredModel | None = None) -> dict
 def _say_start(console: Console, trainer: Trainer) -> None:
     run, corpus = trainer.run, trainer.corpus
     learning = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    # whoever froze something wants to know what is left
-    told = "" if run.train.trainable == "all" else f" ({format_number(learning)} learn)"
+    # with frozen parts, say how much still learns
+    note = "" if run.train.trainable == "all" else f" ({format_number(learning)} learn)"
     num_steps = trainer.schedule.num_steps
     num_epochs = num_steps * run.tokens_per_step / trainer.loader.split.num_tokens
     _say(
         console,
-        f"{flops.num_parameters(run.model).total / 1e6:.1f} M parameters{told}, "
-        f"{num_steps} steps of {run.train.batch_size} x {run.seq_len} tokens, "
+        f"{format_number(flops.num_parameters(run.model).total)} parameters{note}, "
+        f"{format_count(num_steps, 'step')} of {run.train.batch_size} x {run.seq_len} tokens, "
         f"{trainer.schedule.flops:.2e} FLOPs; {corpus.folder}, "
         f"{num_epochs:.2f} epochs; {trainer.folder.path}",
     )

@@ -29,12 +29,12 @@ from depthmix.units import format_clock, format_number
 REFRESH_SECONDS = 0.25
 PLAIN_SECONDS = 10.0
 NUM_BINS = 32
-BAR_WIDTH = 24
+BAR_WIDTH, MIN_BAR_WIDTH, PADDING = 24, 4, 2
 
 # the speed is that between so many refreshes: fewer, and one evaluation would change the outlook
 NUM_MARKS = 200
 
-# who reads may go, as `| tee` does at Ctrl-C: no reason to end; rich answers by the second
+# a reader may go away, as `| tee` does at Ctrl-C, and training continues; rich raises the second
 READER_GONE = (OSError, SystemExit)
 
 Clock = Callable[[], float]
@@ -150,19 +150,28 @@ class Logger:
     def _draw(self, step: int, fields: Mapping[str, Any]) -> None:
         self._latest, self._drawn_at = None, self.clock()
         self._marks.append((self._drawn_at, step))
-        told, counted = format_fields(fields), f"{step}/{self.num_steps}"
-        times = f"{format_clock(self._drawn_at - self._started_at)}{self._tell_end(step)}"
+        line, counted = format_fields(fields), f"{step}/{self.num_steps}"
+        times = f"{format_clock(self._drawn_at - self._started_at)}{self._estimate_end(step)}"
         if self._live is None:
-            parts = (self.description, f"step {counted}", told, times)
+            parts = (self.description, f"step {counted}", line, times)
             self.say("  ".join(part for part in parts if part))
             return
-        grid = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=self.num_steps, completed=step, width=BAR_WIDTH)
-        grid.add_row(Text(self.description), bar, Text(counted), Text(times))
+        # a narrow terminal takes room from the bar, then from the name
+        room = self.console.width - len(counted) - len(times) - 3 * PADDING
+        name = Text(self.description)
+        width = max(MIN_BAR_WIDTH, min(BAR_WIDTH, room - name.cell_len))
+        name.truncate(max(1, room - width), overflow="ellipsis")
+        grid = Table.grid(padding=(0, PADDING))
+        for _ in range(4):
+            grid.add_column(no_wrap=True, overflow="ellipsis")
+        bar = ProgressBar(total=self.num_steps, completed=step, width=width)
+        grid.add_row(name, bar, Text(counted), Text(times))
         with suppress(*READER_GONE):
-            self._live.update(Group(grid, Text(told)), refresh=True)
+            # cut to the terminal's width: a line more would push the bar up at each refresh
+            status = Text(line, no_wrap=True, overflow="ellipsis")
+            self._live.update(Group(grid, status), refresh=True)
 
-    def _tell_end(self, step: int) -> str:
+    def _estimate_end(self, step: int) -> str:
         # counted from the first mark and not from the start: the first step may also compile
         (then, from_step), left = self._marks[0], self.num_steps - step
         if left <= 0 or step <= from_step:
@@ -203,7 +212,7 @@ class Logger:
             return
         # what failed first is what there is to say
         with suppress(OSError) if failed else self._name_board():
-            # closing alone does not tell what its thread could not write
+            # closing alone does not report what its thread could not write
             self._board.flush()
             self._board.close()
 
@@ -277,7 +286,7 @@ def _start_wandb(run: RunDir) -> Any:
         import wandb  # pyrefly: ignore[missing-import]
     except ImportError as error:
         raise ValueError("W&B is not installed: pip install 'depthmix[wandb]'") from error
-    # the same id after a resume, so that the curve goes on
+    # the same id after a resume, so that the curve continues
     where = run.path / "wandb_id.txt"
     if not where.exists():
         replace_file(where, uuid.uuid4().hex[:12])

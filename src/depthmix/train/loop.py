@@ -51,10 +51,12 @@ class Ending(NamedTuple):
     signal: int | None
     """What interrupted it."""
 
-    def tell_val(self) -> str:
+    def describe_val(self) -> str:
         """The last validation as a part of a sentence; empty where there was none."""
         names = {"loss": "", "loss_topk": " (top-k)", "loss_causal": " (causal)"}
-        losses = [f"{self.val[name]:.3f}{told}" for name, told in names.items() if name in self.val]
+        losses = [
+            f"{self.val[name]:.3f}{label}" for name, label in names.items() if name in self.val
+        ]
         return f", validation loss {', '.join(losses)}" if losses else ""
 
 
@@ -131,7 +133,7 @@ class Trainer:
         self.checkpoints = Checkpoints(folder.checkpoints, keep_last=keep)
 
     def resume(self) -> list[str]:
-        """Go on from the newest sound checkpoint; returns what there is to tell."""
+        """Resume from the newest sound checkpoint; returns messages for the user."""
         found = self.checkpoints.find_newest()
         if found is None:
             return ["there is no checkpoint yet: starting from the beginning"]
@@ -142,17 +144,17 @@ class Trainer:
         self._set_stage(max(0, found.step - 1))
         self.meter.load_state_dict(state.get("meter", {}))
         self.loader.load_state_dict(state["loader"])
-        told = restore_rank_rng(
+        note = restore_rank_rng(
             state["rng"],
             rank=self.world.rank,
             num_ranks=self.world.size,
             seed=self.run.train.seed,
             step=found.step,
         )
-        return [*found.damaged, f"resuming at step {found.step}", *([told] if told else [])]
+        return [*found.damaged, f"resuming at step {found.step}", *([note] if note else [])]
 
     def train(self, console: Console) -> Ending:
-        """Run to the end of the budget, or until somebody wants it to stop."""
+        """Run to the end of the budget, or until it is interrupted."""
         recipe, num_steps, world = self.run.train, self.schedule.num_steps, self.world
         val_every = self.run.space_validations(num_steps)
         meter, step = self.meter, self.num_done
@@ -170,7 +172,7 @@ class Trainer:
             self.write_status("running")
         saved_at = time.monotonic()
         with logger, Interrupt() as interrupt, prefetch(self.loader) as batches, ExitStack() as end:
-            # whatever ends it, what was measured before is told
+            # however it ends, what was measured before is logged
             end.callback(self._log_pending, logger)
             while step < num_steps:
                 self._enter_stage(step)
@@ -183,7 +185,7 @@ class Trainer:
                 if step % recipe.log_every == 0 or step == num_steps:
                     # not the loader's own position, which is ahead of the training
                     epoch = step * recipe.batch_size // self.loader.num_rows_per_epoch
-                    extra = {"learning_rate": rate, "epoch": epoch, **self._tell_capacity()}
+                    extra = {"learning_rate": rate, "epoch": epoch, **self._describe_capacity()}
                     self.pending = meter.cut(step), extra
                     if step == num_steps or not self.log_later:
                         self._log_pending(logger)
@@ -211,7 +213,7 @@ class Trainer:
         return Ending(state, step, num_steps, self.val, interrupt.signal)
 
     def _enter_stage(self, step: int) -> None:
-        """Set the capacities of a step; where they change, it is compiled anew."""
+        """Set the capacities of a step; if they change, it is compiled again."""
         if self._set_stage(step):
             self.step.forget()
             self.meter.expect_slow_step()
@@ -224,7 +226,7 @@ class Trainer:
         self.model.set_capacities(self.stage.model.capacities)
         return before.model.capacities != self.stage.model.capacities
 
-    def _tell_capacity(self) -> dict[str, float]:
+    def _describe_capacity(self) -> dict[str, float]:
         """For a line of metrics: the mean share that routed blocks keep now, where it changes."""
         shares = self.stage.model.capacities
         return {"capacity": sum(shares) / len(shares)} if len(self.schedule.stages) > 1 else {}
@@ -232,8 +234,12 @@ class Trainer:
     def write_status(self, state: State, reason: str = "") -> None:
         """Say in the run's folder where the training stands."""
         if self.world.is_first:
-            told = {"step": self.num_done, "num_steps": self.schedule.num_steps, "loss": self.loss}
-            self.folder.write_status(state, **told, reason=reason)
+            numbers = {
+                "step": self.num_done,
+                "num_steps": self.schedule.num_steps,
+                "loss": self.loss,
+            }
+            self.folder.write_status(state, **numbers, reason=reason)
 
     @contextmanager
     def _pause(self, logger: Logger | SilentLogger) -> Iterator[None]:
@@ -287,7 +293,7 @@ class Trainer:
             "meter": self.meter.state_dict(),
             "loss": self.loss,
             "val": self.val,
-            # with the capacities of this step, for whoever uses it before the last
+            # with the capacities of this step, in case it is used before the last
             "config": {**self.run.to_dict(), "model": self.stage.model.to_dict()},
             "data": self.corpus.manifest_hash,
             "rng": collect_rng(),

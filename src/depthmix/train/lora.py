@@ -1,7 +1,7 @@
 """Low-rank adapters: what learns beside a frozen matrix, and how a checkpoint holds the two.
 
 A checkpoint's weights are plain matrices, with the adapters added in: no reader knows of them. What
-the training goes on with is a part of its own. Knows nothing of steps, and not what else learns.
+training continues with is a part of its own. Knows nothing of steps, and not what else learns.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class LowRank(nn.Module):
     """W·x + scale · up · (down · x), where W stays as it is (arXiv:2106.09685, Eq. 3)."""
 
     def __init__(self, frozen: Linear, rank: int, scale: float, generator: torch.Generator) -> None:
-        """Takes the matrix out of `frozen`; `generator` is the CPU's, whatever the device is."""
+        """Takes the matrix out of `frozen`; `generator` is the CPU's on every device."""
         super().__init__()
         width_out, width_in = frozen.weight.shape
         self.base, self.scale = frozen.weight, scale
@@ -42,7 +42,7 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "F D"]:
-        """The matrix that it amounts to, for whoever needs some rows of it."""
+        """The matrix that it amounts to, for code that needs some of its rows."""
         return self.base + self.scale * (self.up @ self.down)
 
     @torch.no_grad()

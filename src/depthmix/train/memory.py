@@ -173,7 +173,7 @@ USABLE = 0.9
 
 
 class Cluster(NamedTuple):
-    """The machines, as whoever plans states them."""
+    """The machines, as the user describes them."""
 
     num_gpus: int
     gpus_per_node: int = 8
@@ -225,7 +225,7 @@ class Traffic(NamedTuple):
     all_reduce_bytes: int
     """Between replicas, under HSDP."""
     seconds: float
-    """At the stated rates, if nothing else goes on."""
+    """At the stated rates, if nothing else runs."""
 
 
 class Estimate(NamedTuple):

@@ -41,7 +41,7 @@ Moment = float | torch.cuda.Event
 
 
 class MetricSums(NamedTuple):
-    """The steps between two lines of metrics, before anybody waits for them."""
+    """The steps between two lines of metrics, not waited for yet."""
 
     step: int
     names: list[str]
@@ -84,7 +84,7 @@ class Meter:
             self._spans, self._since = [], self._mark()
 
     def expect_slow_step(self) -> None:
-        """The next step compiles anew: times begin after it."""
+        """The next step compiles: timing starts after it."""
         self._num_timed = -1
 
     @contextmanager
@@ -102,7 +102,7 @@ class Meter:
         return {"names": self._names, "sums": sums, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`: the means go on over a stop."""
+        """Inverse of `state_dict`: means continue over a stop."""
         if state:
             self._names, self._count = state["names"], state["count"]
             self._sums = torch.tensor(state["sums"], device=self.world.device)
@@ -121,7 +121,7 @@ class Meter:
         return {n: total / self._count for n, total in zip(self._names, sums, strict=True)}
 
     def cut(self, step: int) -> MetricSums:
-        """What `step` and those before it measured, to be read later; begins anew. Never waits."""
+        """The sums up to `step`, to be read later; the next ones start at zero. Never waits."""
         assert self._sums is not None
         sums = self._sums.double()
         if self.world.size > 1:
@@ -150,11 +150,11 @@ class Meter:
             "time": time.time(),
             "tokens": reading.step * self.schedule.run.tokens_per_step,
             "flops": self.schedule.count_flops(reading.step),
-            **self._tell_speed(reading),
+            **self._describe_speed(reading),
             "memory_bytes": measure_memory(self.world.device),
         }
 
-    def _tell_speed(self, reading: MetricSums) -> dict[str, float | None]:
+    def _describe_speed(self, reading: MetricSums) -> dict[str, float | None]:
         names = ("tokens_per_second", "flops_per_second", "share_of_peak", "seconds_per_step")
         if reading.num_timed < 1:
             # only the first step so far, which is not timed
@@ -169,7 +169,7 @@ class Meter:
 
 
 def check_finite(record: Mapping[str, Any], step: int) -> None:
-    """Refuse to go on with a loss, a gradient or weights that are not finite."""
+    """Refuse to continue with a loss, a gradient or weights that are not finite."""
     names = ("total_loss", "grad_norm", "weights")
     broken = [name for name in names if not math.isfinite(record.get(name, 0.0))]
     if broken:
@@ -190,7 +190,7 @@ def measure_seconds(begin: Moment, end: Moment) -> float:
 
 
 def find_peak(device: torch.device) -> float | None:
-    """FLOP/s that the GPU's maker states, None where nobody said."""
+    """FLOP/s that the GPU's maker states, None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -29,7 +29,7 @@ def group_parameters(model: Transformer) -> dict[str, list[nn.Parameter]]:
     vocabulary's, where it is not tied, and the first matrix of an adapter; and that of `deciders`,
     routers and predictors, which would drift towards ties if they decayed. Embeddings and norms,
     the `others`, meet one entry at a time, and so do the predictors' `thresholds`; an adapter's
-    second matrix sums over its rank, whatever the width (arXiv:2402.12354).
+    second matrix sums over its rank, at any width (arXiv:2402.12354).
     """
     adapters = list_adapters(model).values()
     modules = [m for m in model.modules() if isinstance(m, Router | Predictor)]
@@ -65,7 +65,7 @@ def make_optimizers(
     """What `recipe` asks for; `set_rates` gives the learning rates before each step.
 
     `capturable` is for steps that are recorded as a CUDA graph: rates are then tensors, which a
-    replay reads anew.
+    replay reads each time.
     """
     on_gpu = model.embedding.weight.is_cuda
     scale = BASE_WIDTH / model.config.width if recipe.scale_by_width else 1.0

@@ -42,9 +42,9 @@ def check_memory(run: RunConfig, world: World) -> None:
     else:
         present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > present:
-        told = format_bytes(min(needed, LARGEST_BYTES))
+        size = format_bytes(min(needed, LARGEST_BYTES))
         raise ValueError(
-            f"this needs more than {told} of memory and there are {format_bytes(present)}: take a "
+            f"this needs more than {size} of memory and there are {format_bytes(present)}: take a "
             f"smaller model, a smaller train.batch_size or a larger train.num_micro_batches"
         )
 
@@ -83,11 +83,11 @@ def load_start(model: Transformer, source: StoredModel, seed: int) -> str:
     """
     fitted = fit_weights(model.config, source.load(), source.path, seed)
     _copy(model, fitted.weights)
-    told = f"starting from the weights of {source.path}"
+    sentence = f"starting from the weights of {source.path}"
     for names, what in ((fitted.new, "are new"), (fitted.left, "are left out")):
         if names:
-            told += f"; {len(names)} tensors of routers and predictors {what}"
-    return told
+            sentence += f"; {len(names)} tensors of routers and predictors {what}"
+    return sentence
 
 
 def _copy(model: Transformer, weights: Mapping[str, Tensor]) -> None:

@@ -136,7 +136,7 @@ class TrainStep:
         return self.recording.replay(inputs)
 
     def forget(self) -> None:
-        """Compile and record anew at the next step: the model computes other shapes from now on."""
+        """Compile and record again at the next step: from now on shapes are different."""
         self.recording = None
         if "torch._dynamo" in sys.modules:
             # also the guesses which sizes vary: as a symbol, a capacity would not even trace

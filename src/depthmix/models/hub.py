@@ -1,0 +1,42 @@
+"""Models on the Hugging Face hub: a name → a folder on this machine.
+
+Owns what is downloaded and what is said where that is not possible. Knows nothing of what is in a
+folder; nothing that could be run is downloaded.
+"""
+
+import re
+from pathlib import Path
+
+from depthmix.data.tokenizer import say_why
+
+# configuration, tokenizer, chat template and weights, and neither code nor pickles
+PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def is_hub_name(source: str | Path) -> bool:
+    """Whether a path that does not exist may be meant as OWNER/NAME on the hub."""
+    path = Path(source)
+    # where OWNER is a folder here, a file's name was mistyped
+    return bool(_NAME.fullmatch(str(source))) and not path.exists() and not path.parent.is_dir()
+
+
+def fetch_model(name: str) -> Path:
+    """The folder of a model from the hub, downloaded unless it is in the hub's cache."""
+    by_hand = f"or download it with 'hf download {name} --local-dir DIR', and name DIR"
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ValueError(
+            f"there is no folder '{name}'; to get it from the Hugging Face hub: pip install "
+            f"'depthmix[hf]', {by_hand}"
+        ) from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=PATTERNS))
+    # the network, the hub and the disk each have errors of their own
+    except Exception as error:
+        raise ValueError(
+            f"no model '{name}' could be downloaded from the Hugging Face hub ({say_why(error)}): "
+            f"check the name and the network, {by_hand}"
+        ) from error
