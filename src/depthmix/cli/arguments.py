@@ -16,7 +16,6 @@ from typer.core import TyperCommand
 app = typer.Typer(
     name="depthmix",
     help="Mixture-of-Depths transformers: describe, prepare, train, sample.",
-    add_completion=False,
     # plain help: the rich one takes three times as long to come up
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

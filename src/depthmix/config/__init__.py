@@ -7,9 +7,11 @@ planning, counting and `--help` stay instant.
 from depthmix.config.choices import CAUSAL_SELECTORS, GATES, SELECTORS, STRATEGIES
 from depthmix.config.model import ExpertsConfig, ModelConfig, RoutingConfig, num_kept
 from depthmix.config.presets import (
+    list_recipe,
     load_config,
     load_preset,
     load_run_config,
+    make_run_config,
     preset_names,
     preset_sizes,
 )
@@ -27,9 +29,11 @@ __all__ = [
     "Recipe",
     "RoutingConfig",
     "RunConfig",
+    "list_recipe",
     "load_config",
     "load_preset",
     "load_run_config",
+    "make_run_config",
     "num_kept",
     "preset_names",
     "preset_sizes",
