@@ -118,6 +118,11 @@ def split_arguments(arguments: Sequence[str], *, train: bool = False) -> ModelsA
 
 def check_device(device: str | None) -> None:
     """Refuse what is no --device; None leaves the choice."""
+    if device == "mps":
+        raise ValueError(
+            "--device mps is not supported, because nothing has been tested on Apple's GPUs: use "
+            "--device cpu"
+        )
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device {device} is neither cpu nor cuda")
 

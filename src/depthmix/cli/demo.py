@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli.arguments import Data, Device, app
+from depthmix.cli.arguments import Data, Device, app, check_device
 
 
 @app.command()
@@ -25,6 +25,7 @@ def demo(
     On Python's own standard library; two CPU cores take about five minutes. Ends with a report of
     both runs, and a page of which tokens the routed model sends through which blocks.
     """
+    check_device(device)
     from rich.console import Console
 
     from depthmix.demo import run_demo
