@@ -123,7 +123,7 @@ def test_routers_may_learn_faster() -> None:
 @pytest.mark.parametrize("width", [32, 256, 1024])
 def test_rates_fall_with_the_width(width: int) -> None:
     model = make_small("dense_mha_qk_norm_untied", width=width, num_layers=1)
-    fields = {"warmup_share": 0.0, "schedule": "constant", "optimizer": "adamw"}
+    fields: Any = {"warmup_share": 0.0, "schedule": "constant", "optimizer": "adamw"}
     recipe = Recipe(learning_rate=1e-3, **fields)
     optimizers = make_optimizers(model, recipe)
     assert set_rates(optimizers, recipe, 5, 10) == 1e-3
@@ -170,7 +170,7 @@ def test_set_rates_follows_the_schedule(optimizer: Any) -> None:
 
 def test_a_step_is_adamw_written_out() -> None:
     model = make_small("mod", width=64).double()
-    fields = {"warmup_share": 0.0, "schedule": "constant", "optimizer": "adamw"}
+    fields: Any = {"warmup_share": 0.0, "schedule": "constant", "optimizer": "adamw"}
     recipe = Recipe(learning_rate=0.01, weight_decay=0.5, **fields)
     optimizers = make_optimizers(model, recipe)
     groups = name_groups(model)
