@@ -390,6 +390,8 @@ def test_a_configuration_trains_again(
         ("train --chekpoint-every 3", "Did you mean '--checkpoint-every'?"),
         ("train tiny", "'tiny' is not a field: write FIELD=VALUE, and name a model with --preset"),
         ("train --device gpu", "--device gpu is neither cpu nor cuda"),
+        ("train --device mps", "nothing has been tested on Apple's GPUs: use --device cpu"),
+        ("demo --device mps", "nothing has been tested on Apple's GPUs: use --device cpu"),
         ("train --data none", "there is no data folder none: make one with `depthmix prepare"),
         ("train --data empty", "empty is not a data folder (it has no manifest.json)"),
         ("train --data file", "file is not a data folder"),

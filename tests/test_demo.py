@@ -11,10 +11,10 @@ from rich.console import Console
 
 from depthmix import flops
 from depthmix.cli import main
-from depthmix.config import load_preset
+from depthmix.config import load_config, load_preset
 from depthmix.data.prepare import prepare
 from depthmix.data.shards import Corpus
-from depthmix.demo import read_held_out, run_demo
+from depthmix.demo import plan_twins, read_held_out, run_demo
 from depthmix.runs.folder import RunDir
 from tiny_runs import write_data
 
@@ -71,17 +71,29 @@ def test_demo_compares_at_equal_compute(model: Path, data: Path, tmp_path: Path)
     sample, _, after = printed.split("A sample of small-mod")[1].partition("\n\nThe report")
     shown, told, more = sample.strip().rsplit("\n", 2)
     assert len(shown.split(":\n", 1)[1].strip()) > 9
-    assert re.fullmatch(r"48 tokens, [\d.,]+ tokens/s; [\d.]+% of blocks executed, .* KiB", told)
+    assert re.fullmatch(r"32 tokens, [\d.,]+ tokens/s; [\d.]+% of blocks executed, .* KiB", told)
     assert more == f"more: depthmix sample {routed.folder.path} --color"
-    # it ends with two pages, a sentence each
-    report, routing = after.strip().splitlines()
+    # it ends with two pages, a sentence each, and with what was shown
+    pages_told, _, shown = after.strip().partition("\n\n")
+    report, routing = pages_told.splitlines()
+    words = " ".join(shown.split())
+    assert words.startswith("What this shows: both models had the same training compute")
+    assert "In 2 of the routed model's 4 blocks a router picks the tokens" in words
+    more = routed.last["tokens"] / dense.last["tokens"]
+    assert f"it read {more:.1f} times as much text" in words
+    ours, theirs = routed.val["loss_causal"], dense.val["loss"]
+    side = f"{abs(ours / theirs - 1):.1%}".replace("%", " %")
+    side += " lower" if ours < theirs else " higher"
+    assert f"is {side} than that of its dense twin ({ours:.3f} against {theirs:.3f})" in words
+    assert max(map(len, shown.splitlines())) <= 80
     assert report.endswith(f": {out / 'report' / 'report.html'}")
     assert routing.endswith(f": {out / 'routing.html'}")
     page = (out / "report" / "report.html").read_text()
-    for name in ("training", "relative-flops", "time"):
-        assert f'<figure id="{name}">' in page
+    assert re.findall(r'<figure id="([a-z-]+)">', page) == ["training", "heads"]
+    for name in ("training", "heads"):
         assert (out / "report" / f"{name}.png").exists()
-    assert 'id="isoflop"' not in page, "a curve of one size is none"
+    assert "small-mod" not in page.partition("</p>")[0]
+    assert "mod ends with a validation loss" in page.partition("</p>")[0]
     assert f"<td>depthmix report {out}</td>" in page
     words = (out / "routing.html").read_text()
     trace = json.loads(words.partition('id="trace">')[2].partition("</script>")[0])
@@ -125,6 +137,37 @@ def test_demo_without_a_tokenizer_or_matplotlib_has_no_sample_and_no_picture(
     assert file.getvalue().splitlines().count(told) == 1
     assert "The report compares the two runs, in tables: " in file.getvalue()
     assert {path.name for path in out.iterdir()} == {"dense", "mod", "report"}
+
+
+def test_a_second_demo_in_the_same_place_is_refused_in_its_own_words(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    (out / "dense").mkdir(parents=True)
+    args = ["demo", "--preset", str(model), "--data", str(data), "--out", str(out)]
+    assert main(args) == 2
+    error = capsys.readouterr().err
+    assert "already has a demo or a part of one: choose another --out" in error
+    # nothing that only `train` has
+    assert set(re.findall(r"--[a-z-]+", error)) == {"--out"}
+    assert list(out.iterdir()) == [out / "dense"]
+    (tmp_path / "file").write_text("")
+    assert main([*args[:-1], str(tmp_path / "file")]) == 2
+    assert "is a file: choose another --out" in capsys.readouterr().err
+
+
+def test_both_twins_have_the_recipe_of_their_preset(tmp_path: Path) -> None:
+    found = {}
+    for preset in ("demo", "demo-paper"):
+        runs = plan_twins(load_config(preset), preset, 1e11)
+        assert list(runs) == [f"{preset}-dense", f"{preset}-mod"]
+        dense, routed = runs.values()
+        assert dense.train == routed.train
+        assert dense.model == routed.model.dense_twin()
+        found[preset] = dense
+    assert found["demo"].train.optimizer == "muon"
+    assert found["demo"].model.qk_norm
+    assert found["demo-paper"].train.optimizer == "adamw"
 
 
 def test_demo_needs_a_routed_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,10 @@ BASE: dict[str, Any] = {
     "vocab_size": 64,
     "width": 32,
     "mlp_width": 32,
+    # the paper's; what presets have instead is among the variants
+    "qk_norm": False,
+    "routing.gate": "raw",
+    "routing.init_std": 0.02,
     "routing.capacity": 0.25,
     "routing.predictor_width": 8,
     "experts.num_experts": 4,

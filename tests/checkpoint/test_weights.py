@@ -164,8 +164,8 @@ def rewrite_state(checkpoint: Path, change: dict[str, Any]) -> None:
     ("change", "sentence"),
     [
         ({"width": 32}, "do not fit its configuration: 'embedding.weight' is (256, 64) and should"),
-        ({"num_layers": 6}, "'layers.4.attention.w_out.weight' is missing and should be (64, 64)"),
-        ({"num_layers": 2}, "is (64, 64) and should be absent"),
+        ({"num_layers": 6}, "'layers.4.attention.norm_key.weight' is missing and should be (16,)"),
+        ({"num_layers": 2}, "is (16,) and should be absent"),
         ({"wide": 3}, "is not valid: there is no configuration field 'wide'"),
         (None, "has no configuration of a model"),
     ],

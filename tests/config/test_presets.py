@@ -4,7 +4,15 @@ import dataclasses
 
 import pytest
 
-from depthmix.config import RoutingConfig, load_preset, preset_names, preset_sizes
+from depthmix.config import (
+    RoutingConfig,
+    RunConfig,
+    list_recipe,
+    load_preset,
+    make_run_config,
+    preset_names,
+    preset_sizes,
+)
 
 
 def test_every_preset_loads_and_has_a_dense_twin() -> None:
@@ -34,8 +42,47 @@ def test_presets_take_overrides_after_the_variant() -> None:
         ("60m-dens", "Did you mean '60m-dense'"),
         ("zzzzzz", "The presets are: tiny-dense, tiny-mod"),
         ("-dense", "no preset '-dense'"),
+        ("60m-papr", "Did you mean '60m-paper'"),
+        ("60m-paper-paper", "no preset '60m-paper-paper'"),
+        ("60m-dense-paper", "no preset '60m-dense-paper'"),
     ],
 )
 def test_unknown_presets_suggest(name: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         load_preset(name)
+
+
+def test_presets_and_new_runs_have_the_best_recipe_that_is_known() -> None:
+    for size in preset_sizes():
+        for name in (size, f"{size}-dense"):
+            run = make_run_config(name, {"train.seed": 3})
+            assert run.model == load_preset(name)
+            assert run.model.qk_norm, name
+            assert run.train.optimizer == "muon", name
+            assert run.train.seed == 3
+        routing = load_preset(size).routing
+        assert (routing.gate, routing.init_std) == ("tanh1", 0.1), size
+        assert routing.normalize_input
+
+
+def test_the_papers_variant_is_a_word_away() -> None:
+    for size in preset_sizes():
+        ours, papers = (make_run_config(name, {}) for name in (size, f"{size}-paper"))
+        assert make_run_config(f"{size}-paper-mod", {}) == papers
+        changed = {
+            "qk_norm": False,
+            "routing.gate": "raw",
+            "routing.init_std": 0.02,
+            "routing.normalize_input": False,
+            "train.optimizer": "adamw",
+        }
+        assert ours.override(changed) == papers
+        dense = make_run_config(f"{size}-paper-dense", {})
+        assert dense == RunConfig(model=papers.model.dense_twin(), train=papers.train)
+    # what is asked for goes first
+    assert make_run_config("60m-paper", {"train.optimizer": "muon"}).train.optimizer == "muon"
+
+
+def test_a_file_has_no_recipe_whatever_its_name() -> None:
+    assert list_recipe("60m-paper") == {"train.optimizer": "adamw"}
+    assert list_recipe("mine-paper.toml") == {}

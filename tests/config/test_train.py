@@ -5,13 +5,22 @@ import json
 import math
 import tomllib
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from depthmix.config import ModelConfig, Recipe, RunConfig, fields, load_preset, load_run_config
+from depthmix.config import (
+    ModelConfig,
+    Recipe,
+    RoutingConfig,
+    RunConfig,
+    fields,
+    load_preset,
+    load_run_config,
+)
 
 SCHEDULES = ("cosine", "wsd", "constant")
 
@@ -358,6 +367,91 @@ def test_a_file_with_every_old_name_loads(tmp_path: Path) -> None:
     written = tomllib.loads(expected.to_toml())["train"]
     assert not written.keys() & Recipe.OLD_NAMES.keys()
     assert RunConfig.from_toml(expected.to_toml()) == expected
+
+
+# what the first version wrote for `train --preset tiny`, less the fields of experts
+FIRST_FILE = """
+[model]
+vocab_size = 256
+max_seq_len = 64
+num_layers = 4
+width = 64
+num_heads = 4
+num_kv_heads = 2
+mlp = "swiglu"
+qk_norm = false
+tied_head = true
+rope_theta = 10000.0
+norm_eps = 1e-06
+
+[model.routing]
+strategy = "expert_choice"
+capacity = 0.125
+capacity_first = 0.85
+capacity_last = 0.15
+every = 2
+first_dense = 0
+first_tokens = 0
+gate = "raw"
+normalize_input = false
+init_std = 0.02
+aux_loss_weight = 0.0
+predictor = true
+predictor_width = 16
+predictor_loss_weight = 0.01
+balance_loss_weight = 0.01
+
+[train]
+steps = 10
+batch_size = 16
+accumulate = 1
+seed = 0
+optimizer = "adamw"
+learning_rate = 0.004
+scale_by_width = true
+schedule = "cosine"
+warmup = 0.02
+decay = 0.2
+final_rate = 0.1
+weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+clip = 1.0
+document_mask = true
+precision = "auto"
+checkpoint_activations = false
+log_every = 10
+val_tokens = 131072
+checkpoint_minutes = 3.0
+keep_checkpoints = 2
+tensorboard = true
+wandb = false
+"""
+
+
+def test_a_run_of_the_first_version_keeps_what_it_was_trained_with() -> None:
+    run = RunConfig.from_toml(FIRST_FILE)
+    written = fields.flatten(fields.read_toml(FIRST_FILE))
+    found = fields.flatten(run.to_dict())
+    for name, value in written.items():
+        assert found[fields.rename(RunConfig, name)] == value, name
+    # it is not what a preset or a new run has today
+    assert not run.model.qk_norm
+    assert run.model.routing.gate != load_preset("tiny").routing.gate
+    assert run.train.optimizer != Recipe().optimizer
+
+
+def test_a_file_names_every_field_that_is_not_empty() -> None:
+    """So that a default may change, and a run that was stored before keeps the old one."""
+    run = RunConfig.from_overrides(load_preset("tiny"), {"train.steps": 10})
+    stored = fields.flatten(fields.read_toml(run.to_toml()))
+    full = fields.flatten(run.to_dict())
+    assert {name for name, value in full.items() if value is not None} == stored.keys()
+    # and what is empty by default stays so: a file cannot say it
+    for kind in (Recipe, ModelConfig, RoutingConfig):
+        for field in dataclasses.fields(kind):
+            if NoneType in get_args(field.type):
+                assert field.default is None, field.name
 
 
 def test_overrides_by_their_old_names() -> None:

@@ -24,7 +24,7 @@ from depthmix.world import World
 from tiny_runs import FIELDS, read_result, stop_at_step, write_data
 from variants import make_tokens
 
-LORA = {"train.trainable": "lora", "train.lora_rank": 4}
+LORA = {"train.trainable": "lora", "train.lora_rank": 4, "train.optimizer": "adamw"}
 MATRICES = (
     *("attention.w_qk", "attention.w_value", "attention.w_out"),
     *("mlp.w_gate", "mlp.w_up", "mlp.w_out"),

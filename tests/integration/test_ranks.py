@@ -48,14 +48,14 @@ RECIPE: dict[str, Any] = {
 
 # name → variant, fields of its model and of the recipe
 CURVES: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("dense", {}),
+    "dense": ("dense", {"train.optimizer": "adamw"}),
     "mod": ("mod", {}),
     # three cannot be shared by two: each is cut
     "experts": ("mode_staged", {"experts.num_experts": 3}),
-    "replicas": ("mod", {"train.shard_size": 1}),
+    "replicas": ("mod", {"train.optimizer": "adamw", "train.shard_size": 1}),
     "recomputed": ("mod", {"train.checkpoint_activations": True, "train.num_micro_batches": 2}),
     # as on a GPU, see `fuse`; every gradient is clipped
-    "fused": ("mod", {"train.max_grad_norm": 0.1}),
+    "fused": ("mod", {"train.optimizer": "adamw", "train.max_grad_norm": 0.1}),
     "muon": ("mod", {"train.optimizer": "muon"}),
     "muon replicas": ("mod", {"train.optimizer": "muon", "train.shard_size": 1}),
 }

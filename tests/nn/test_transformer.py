@@ -194,7 +194,7 @@ def test_initial_scales() -> None:
     assert std("layers.1.block.mlp.w_out") == pytest.approx(
         out_scale * config.shape.expert_width**-0.5, rel=0.05
     )
-    assert std("layers.1.decider.router.weight") == pytest.approx(0.02, rel=0.3)
+    assert std("layers.1.decider.router.weight") == pytest.approx(config.routing.init_std, rel=0.3)
     assert torch.equal(model.norm.weight, torch.ones(256))
     predictor_bias = model.get_parameter("layers.1.decider.predictor.w_out.bias")
     assert torch.equal(predictor_bias, torch.zeros(1))

@@ -94,12 +94,15 @@ def test_causal_above_topk_in_per_cent(tmp_path: Path) -> None:
     write_run(tmp_path / "mod", MOD, 4.0, causal=4.01)
     assert "causal" not in chart_folder(tmp_path), "a dot alone says less than the table"
     write_run(tmp_path / "other", {**MOD, "width": 32}, 5.0, causal=5.1)
+    assert "causal" not in chart_folder(tmp_path), "two dots show no relation"
+    write_run(tmp_path / "third", {**MOD, "width": 48}, 8.0, causal=8.08)
     (panel,) = take_panels(chart_folder(tmp_path)["causal"])
     (series,) = take_series(panel, "dots").values()
     assert series.name == "mod"
-    assert [point[:2] for point in series.points] == [
-        pytest.approx((5.0, 2.0)),
+    assert sorted(point[:2] for point in series.points) == [
         pytest.approx((4.0, 0.25)),
+        pytest.approx((5.0, 2.0)),
+        pytest.approx((8.0, 1.0)),
     ]
 
 
@@ -151,6 +154,8 @@ def test_time_is_in_a_fitting_unit(tmp_path: Path) -> None:
     write_run(tmp_path / "dense", DENSE, 3.0)
     assert chart_folder(tmp_path).keys() == {"training"}, "one run alone has only its own curve"
     run = write_run(tmp_path / "mod", MOD, 4.0, causal=4.01)
+    assert chart_folder(tmp_path).keys() == {"training", "heads"}, "two dots show no relation"
+    write_run(tmp_path / "again", DENSE, 3.1, recipe={"seed": 1})
     (panel,) = take_panels(chart_folder(tmp_path)["time"])
     assert panel.x_label == "seconds of training"
     run.append_metrics({"step": 100, "kind": "train", "seconds_per_step": 3600.0, "flops": 1})

@@ -62,7 +62,7 @@ def test_rows_say_what_the_counts_say() -> None:
     assert rows["  map, first to last"] == "·▮·▮·▮·▮·▮·▮·▮"
     assert rows["strategy"] == "expert_choice"
     assert rows["capacity"] == "0.125"
-    assert rows["gate"] == "raw"
+    assert rows["gate"] == "tanh1"
     assert rows["causal head"] == f"predictor, width {config.routing.predictor_width}"
     assert rows["experts"] == "none"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from depthmix.report.page import write_report
+from depthmix.report.page import summarize, write_report
 from synthetic_runs import DENSE, MOD, Bowl, count_parameters, write_bowl, write_run
 
 CENTER = count_parameters({**DENSE, "width": 64}) * 1.1
@@ -105,6 +105,32 @@ def test_what_is_not_bracketed_is_no_comparison(tmp_path: Path) -> None:
     text, page = read_page(write_report(tmp_path).page)
     assert "not bracketed: the minimum lies beyond the largest size" in page.cells
     assert "Not a comparison of minima: mod: the minimum lies beyond the largest size." in text
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (2.7, "a validation loss 10.0 % lower than that of dense (2.700 against 3.000)"),
+        (3.3, "a validation loss 10.0 % higher than that of dense (3.300 against 3.000)"),
+        (3.0, "a validation loss equal to that of dense (3.000 against 3.000)"),
+    ],
+)
+def test_two_runs_are_told_in_a_plain_sentence(tmp_path: Path, loss: float, told: str) -> None:
+    write_run(tmp_path / "dense", DENSE, 3.0)
+    write_run(tmp_path / "mod", MOD, 2.5, causal=loss)
+    report = write_report(tmp_path)
+    (line,) = summarize(report.runs, report.comparisons)
+    assert line.startswith("Trained with the same compute (1e12 FLOPs), mod ends with ")
+    assert told in line
+    share = report.comparisons[0].relative_flops
+    assert f"takes {100 * share:.0f} % of its FLOPs to process a token" in line
+    assert line.endswith("This is one run of each, not the best model of each kind.")
+    text, _ = read_page(report.page)
+    assert "mod ends with a validation loss" in text
+    # a third run makes it a comparison like any other
+    write_run(tmp_path / "third", MOD, 2.5, causal=loss, recipe={"seed": 1})
+    report = write_report(tmp_path)
+    assert summarize(report.runs, report.comparisons)[0] == "3 finished runs."
 
 
 def test_nothing_finished_is_a_page_too(tmp_path: Path) -> None:

@@ -348,7 +348,7 @@ def test_data_that_is_gone(data: Path, tmp_path: Path, monkeypatch: pytest.Monke
     refuse(Launch(resume=run), r"data was in .* no longer there: put it back, .* with --data")
     # the default corpus is in a cache, which may be emptied, and is made again
     monkeypatch.setenv("DEPTHMIX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(launching, "prepare_default", lambda progress: data)
+    monkeypatch.setattr(launching, "prepare_default", lambda vocab_size, progress: data)
     assert say(Launch(resume=run))[0][0].state == "finished"
 
 

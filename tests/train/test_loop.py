@@ -439,8 +439,9 @@ def test_what_fails_in_the_background_comes_up(data: Path, tmp_path: Path) -> No
 
 def test_what_processes_cannot_share_is_refused(data: Path) -> None:
     several = World(0, 2, torch.device("cpu"))
+    adapted = make_schedule(make_run(trainable="lora", optimizer="adamw"))
     with pytest.raises(ValueError, match=r"whole matrices, which 2 processes would share"):
-        Trainer(make_schedule(make_run(trainable="lora")), Corpus.open(data), several)
+        Trainer(adapted, Corpus.open(data), several)
     shared = r"6 cannot be shared by 2 processes x train\.num_micro_batches=2: give a multiple of 4"
     with pytest.raises(ValueError, match=shared):
         Trainer(

@@ -27,7 +27,7 @@ from depthmix.world import World
 from tiny_runs import FIELDS
 from variants import loss_of, make_config, make_model, make_tokens
 
-LORA = {"train.trainable": "lora", "train.lora_rank": 4}
+LORA = {"train.trainable": "lora", "train.lora_rank": 4, "train.optimizer": "adamw"}
 ATTENTION = ("attention.w_qk", "attention.w_value", "attention.w_out")
 MLP = ("mlp.w_gate", "mlp.w_up", "mlp.w_out")
 QUIET = Console(quiet=True)
@@ -37,7 +37,8 @@ WORLD = World(0, 1, torch.device("cpu"))
 def adapt(model: Transformer, *, learned: bool = False, **recipe: Any) -> Transformer:
     """The model with adapters; `learned` ones are no longer 0."""
     freeze(model, "lora")
-    fields: dict[str, Any] = {"trainable": "lora", "lora_rank": 4, "lora_blocks": "all", **recipe}
+    fields: dict[str, Any] = {"trainable": "lora", "lora_rank": 4, "lora_blocks": "all"}
+    fields |= {"optimizer": "adamw", **recipe}
     add_adapters(model, Recipe(**fields))
     generator = torch.Generator().manual_seed(5)
     for adapter in list_adapters(model).values() if learned else ():
@@ -135,7 +136,7 @@ def test_where_adapters_sit_and_what_learns(name: str, blocks: str, expected: li
     own = {f"{path}.{part}" for path in expected for part in ("down", "up")}
     deciders = {n for n, _ in model.named_parameters() if ".router." in n or ".predictor." in n}
     assert {n for n, p in model.named_parameters() if p.requires_grad} == own | deciders
-    (adamw,) = make_optimizers(model, Recipe())
+    (adamw,) = make_optimizers(model, Recipe(optimizer="adamw"))
     # state for what learns, and for nothing else
     tokens = make_tokens(model.config, 2, 17)
     compute_loss(model, tokens[:, :-1], tokens[:, 1:]).total.backward()
@@ -224,7 +225,8 @@ def test_what_cannot_be_adapted_is_refused(changes: dict[str, Any], told: str) -
 
 
 def test_several_processes_are_refused() -> None:
-    Recipe(trainable="lora").check_sharing(1)
+    adapted = Recipe(trainable="lora", optimizer="adamw")
+    adapted.check_sharing(1)
     Recipe(trainable="routers").check_sharing(2)
     with pytest.raises(ValueError, match="merges whole matrices, which 2 GPUs would share"):
-        Recipe(trainable="lora").check_sharing(2, "GPUs")
+        adapted.check_sharing(2, "GPUs")

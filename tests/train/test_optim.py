@@ -123,7 +123,8 @@ def test_routers_may_learn_faster() -> None:
 @pytest.mark.parametrize("width", [32, 256, 1024])
 def test_rates_fall_with_the_width(width: int) -> None:
     model = make_small("dense_mha_qk_norm_untied", width=width, num_layers=1)
-    recipe = Recipe(learning_rate=1e-3, warmup_share=0.0, schedule="constant")
+    fields: Any = {"warmup_share": 0.0, "schedule": "constant", "optimizer": "adamw"}
+    recipe = Recipe(learning_rate=1e-3, **fields)
     optimizers = make_optimizers(model, recipe)
     assert set_rates(optimizers, recipe, 5, 10) == 1e-3
     for name in ("layers.0.mlp.w_out.weight", "head.weight"):
@@ -135,7 +136,7 @@ def test_rates_fall_with_the_width(width: int) -> None:
 
 def test_routers_follow_the_width_and_do_not_decay() -> None:
     model = make_small("mod", width=64)
-    optimizers = make_optimizers(model, Recipe(weight_decay=0.3))
+    optimizers = make_optimizers(model, Recipe(optimizer="adamw", weight_decay=0.3))
     expected = {
         "layers.1.decider.router.weight": (0.5, 0.0),
         "layers.1.decider.predictor.w_in.weight": (0.5, 0.0),
@@ -169,7 +170,8 @@ def test_set_rates_follows_the_schedule(optimizer: Any) -> None:
 
 def test_a_step_is_adamw_written_out() -> None:
     model = make_small("mod", width=64).double()
-    recipe = Recipe(learning_rate=0.01, weight_decay=0.5, schedule="constant", warmup_share=0.0)
+    fields: Any = {"warmup_share": 0.0, "schedule": "constant", "optimizer": "adamw"}
+    recipe = Recipe(learning_rate=0.01, weight_decay=0.5, **fields)
     optimizers = make_optimizers(model, recipe)
     groups = name_groups(model)
     set_rates(optimizers, recipe, 0, 10)
@@ -185,7 +187,7 @@ def test_a_step_is_adamw_written_out() -> None:
 
 
 def test_both_memories_are_the_recipes() -> None:
-    (adamw,) = make_optimizers(make_small(), Recipe(beta1=0.8, beta2=0.6))
+    (adamw,) = make_optimizers(make_small(), Recipe(optimizer="adamw", beta1=0.8, beta2=0.6))
     assert all(group["betas"] == (0.8, 0.6) for group in adamw.param_groups)
 
 

@@ -70,7 +70,8 @@ def test_a_run_begins_where_another_ended(first: Path, tmp_path: Path) -> None:
 
 def test_only_routers_learn_where_that_is_asked(first: Path, tmp_path: Path) -> None:
     routing = {"routing.strategy": "expert_choice", "routing.gate": "tanh1"}
-    routing |= {"routing.init_std": 0.0, "routing.predictor_width": 8, "train.trainable": "routers"}
+    routing |= {"routing.init_std": 0.0, "routing.predictor_width": 8}
+    routing |= {"train.trainable": "routers", "train.optimizer": "adamw"}
     out = start(first, tmp_path / "run", **routing)
     before = {name.replace(".block.", "."): v for name, v in load_weights(first).items()}
     changed, same = set(), set()
@@ -98,7 +99,7 @@ def test_freezing_by_hand() -> None:
     freeze(model, "routers")
     learning = {name for name, p in model.named_parameters() if p.requires_grad}
     assert learning == {name for name, _ in model.named_parameters() if ".decider." in name}
-    (adamw,) = make_optimizers(model, make_run().train)
+    (adamw,) = make_optimizers(model, make_run(**{"train.optimizer": "adamw"}).train)
     assert sum(len(group["params"]) for group in adamw.param_groups) == len(learning)
     with pytest.raises(ValueError, match="muon has no matrix to train"):
         make_optimizers(model, make_run(**{"train.optimizer": "muon"}).train)
@@ -112,7 +113,8 @@ def test_what_is_frozen_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> No
     machine = {"SC_PAGE_SIZE": 8, "SC_PHYS_PAGES": flops.num_parameters(model).total}
     monkeypatch.setattr(os, "sysconf", machine.__getitem__)
     for trainable in ("routers", "lora"):
-        check_memory(RunConfig.from_overrides(model, {"train.trainable": trainable}), world)
+        fields = {"train.trainable": trainable, "train.optimizer": "adamw"}
+        check_memory(RunConfig.from_overrides(model, fields), world)
     with pytest.raises(ValueError, match="this needs more than"):
         check_memory(RunConfig(model=model), world)
 

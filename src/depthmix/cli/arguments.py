@@ -51,7 +51,6 @@ app = typer.Typer(
     name="depthmix",
     cls=Verbs,
     help="Mixture-of-Depths transformers: train, sample, look at, convert and compare them.",
-    add_completion=False,
     # plain help: rich takes three times as long to start
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -180,6 +179,11 @@ def name_flags(*fields: str, prefix: str = "") -> Iterator[None]:
 
 def check_device(device: str | None) -> None:
     """Refuse an unknown --device; None means to choose one."""
+    if device == "mps":
+        raise ValueError(
+            "--device mps is not supported, because nothing has been tested on Apple's GPUs: use "
+            "--device cpu"
+        )
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device {device} is neither cpu nor cuda")
 

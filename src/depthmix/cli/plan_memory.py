@@ -45,7 +45,7 @@ def plan_memory(
 
     depthmix plan-memory 1b train.batch_size=512 --gpus 8 64 512
     """
-    from depthmix.config import RunConfig, load_config
+    from depthmix.config import make_run_config
 
     counts, rest = split_counts(gpus, arguments)
     names, overrides = split_arguments(rest, train=True)
@@ -55,7 +55,7 @@ def plan_memory(
         )
     if seq_len is not None:
         overrides["train.seq_len"] = str(seq_len)
-    run = RunConfig.from_overrides(load_config(names[0]), overrides)
+    run = make_run_config(names[0], overrides)
     # after what can be wrong: torch takes seconds to load
     from depthmix.train.memory import Cluster, estimate_run, print_estimates
 

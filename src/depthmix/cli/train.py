@@ -79,7 +79,7 @@ def train(
       depthmix train --config runs/60m-20261115-142233/config.toml train.seed=1
       torchrun --nproc-per-node 8 -m depthmix train --preset 1b --data data
     """
-    from depthmix.config import START_RATES, RunConfig, load_config, load_run_config
+    from depthmix.config import START_RATES, RunConfig, load_run_config, make_run_config
     from depthmix.config.train import BUDGETS
 
     models, overrides = split_arguments(fields or [], train=True)
@@ -111,7 +111,7 @@ def train(
             name = config_file.resolve().parent.name
             config = load_run_config(config_file).override({**overrides, **given})
         elif resume is None and start is None:
-            config = RunConfig.from_overrides(load_config(name), {**overrides, **given})
+            config = make_run_config(name, {**overrides, **given})
     from rich.console import Console
 
     from depthmix.models import open_model

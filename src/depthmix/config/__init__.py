@@ -13,9 +13,11 @@ from depthmix.config.model import (
     num_kept,
 )
 from depthmix.config.presets import (
+    list_recipe,
     load_config,
     load_preset,
     load_run_config,
+    make_run_config,
     preset_names,
     preset_sizes,
 )
@@ -34,9 +36,11 @@ __all__ = [
     "RoutingConfig",
     "RunConfig",
     "count_share",
+    "list_recipe",
     "load_config",
     "load_preset",
     "load_run_config",
+    "make_run_config",
     "num_kept",
     "preset_names",
     "preset_sizes",

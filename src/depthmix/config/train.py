@@ -20,12 +20,14 @@ BASE_WIDTH = 32
 BUDGETS = ("steps", "tokens", "flops")
 
 START_RATES: Mapping[str, Any] = {
+    "train.optimizer": "adamw",
     "train.learning_rate": 3e-4,
     "train.scale_by_width": False,
     "train.router_rate_factor": 10.0,
 }
-"""For weights that are already trained: low, and embeddings no higher than matrices. But routers
-and predictors, which mostly are not, must follow a capacity that falls."""
+"""For weights that are already trained: AdamW, which leaves them near where they were and which
+adapters need; low rates, embeddings no higher than matrices. But routers and predictors, which
+mostly are not trained yet, must follow a capacity that falls."""
 
 # beyond this, not every reader of JSON and TOML keeps whole numbers exact
 Seed = Annotated[int, Bounds(least=0, most=2**53 - 1)]
@@ -70,8 +72,8 @@ class Recipe:
     """Micro-batches that a batch is cut into, to save memory."""
     seed: Seed = 0
     """Seed of the weights, of the order of documents, and of everything else that is random."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon for the blocks' matrices with adamw for all else."""
+    optimizer: Literal["adamw", "muon"] = "muon"
+    """muon for the blocks' matrices with adamw for all else, or adamw for everything."""
     learning_rate: Positive[float] = 8e-3
     """Peak learning rate, that of the embeddings; see scale_by_width."""
     scale_by_width: bool = True

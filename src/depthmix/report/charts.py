@@ -13,6 +13,8 @@ from depthmix.report.load import Row, rank_kind
 from depthmix.units import HOUR, MINUTE, format_flops, format_number, format_power
 
 CURVE_POINTS = 60
+# two dots show no relation: a sentence says the same
+MIN_DOTS = 3
 # a curve is drawn a little beyond its sizes, so that its bend is seen
 CURVE_MARGIN = 0.08
 
@@ -91,6 +93,8 @@ def chart_relative_flops(fits: Sequence[Fit], colors: Colors) -> Chart:
             for fit in here
         ]
         xs = [point.x for each in series for point in each.points]
+        if len(xs) < MIN_DOTS:
+            continue
         level = [Point(min(xs), dense.loss), Point(max(xs), dense.loss)]
         ys = [point.y for each in series for point in each.points]
         column = [Point(1.0, min(ys)), Point(1.0, max(ys))]
@@ -136,7 +140,7 @@ def chart_time(rows: Sequence[Row], colors: Colors) -> Chart:
     panels = []
     for budget in dict.fromkeys(row.budget for row in rows):
         here = [row for row in rows if row.budget == budget and row.seconds]
-        if len(here) < 2:
+        if len(here) < MIN_DOTS:
             continue
         longest = max(row.seconds or 0.0 for row in here)
         unit, name = (HOUR, "hours") if longest > 2 * HOUR else (MINUTE, "minutes")
@@ -217,7 +221,7 @@ def chart_causal(rows: Sequence[Row], colors: Colors) -> Chart:
             series.append(Series(variant, color, "dots", points))
     panels = []
     xs = [point.x for each in series for point in each.points]
-    if len(xs) > 1:
+    if len(xs) >= MIN_DOTS:
         zero = Series("", 0, "guide", [Point(min(xs), 0.0), Point(max(xs), 0.0)])
         panels = [Panel("", "top-k loss", "causal above top-k loss, %", [zero, *series])]
     return Chart(

@@ -101,7 +101,13 @@ SIZES_NOTE = (
 
 
 def summarize(runs: Runs, comparisons: Iterable[Comparison]) -> list[str]:
-    """The page's first sentences: how many runs there are, and how the minima compare."""
+    """The page's first sentences: how many runs there are, and how the minima compare.
+
+    Two runs, of which one has the other to be compared with, are worth a plain sentence instead.
+    """
+    comparisons = list(comparisons)
+    if len(runs.rows) == 2 and len(comparisons) == 1 and not runs.left_out:
+        return [describe_pair(comparisons[0])]
     lines = [f"{len(runs.rows)} finished {'run' if len(runs.rows) == 1 else 'runs'}."]
     if runs.left_out:
         lines[0] += f" {len(runs.left_out)} left out."
@@ -110,6 +116,19 @@ def summarize(runs: Runs, comparisons: Iterable[Comparison]) -> list[str]:
             f"No run is finished: there is nothing to compare yet. {len(runs.left_out)} left out."
         )
     return [*lines, *(describe_comparison(comparison) for comparison in comparisons)]
+
+
+def describe_pair(found: Comparison) -> str:
+    """The comparison of two runs of one size each, in plain words."""
+    fit, dense, percent = found.fit, found.dense, abs(found.percent)
+    word = "lower" if found.percent < 0 else "higher"
+    outcome = f"{percent:.1f} % {word} than" if percent >= 0.05 else "equal to"
+    return (
+        f"Trained with the same compute ({format_power(fit.budget)} FLOPs), {fit.variant} ends with"
+        f" a validation loss {outcome} that of {dense.variant} ({fit.loss:.3f} against"
+        f" {dense.loss:.3f}), and takes {100 * found.relative_flops:.0f} % of its FLOPs to process"
+        f" a token. This is one run of each, not the best model of each kind."
+    )
 
 
 def describe_comparison(found: Comparison) -> str:

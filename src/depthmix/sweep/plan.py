@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from depthmix import flops
 from depthmix.budget import make_schedule
-from depthmix.config import ModelConfig, RunConfig, fields, load_config
+from depthmix.config import ModelConfig, RunConfig, fields, list_recipe, load_config
 from depthmix.config.train import update_names
 
 DEFAULT_PRESET = "demo"
@@ -289,7 +289,9 @@ def expand_plan(
     model = load_config(plan.preset)
     found: list[PlannedRun] = []
     problems: dict[str, list[str]] = {}
-    first = {} if vocab_size is None else {"vocab_size": vocab_size}
+    first = list_recipe(plan.preset)
+    if vocab_size is not None:
+        first["vocab_size"] = vocab_size
     for budget, variant, size in _list_cells(plan):
         given = {**first, **plan.common, **plan.variants[variant], **size.fields}
         given |= overrides or {}

@@ -22,6 +22,7 @@ from depthmix.config import RunConfig
 from depthmix.data.default import find_cache, prepare_default
 from depthmix.data.manifest import read_manifest
 from depthmix.data.prepare import DEFAULT_VOCAB_SIZE, show_progress
+from depthmix.data.tokenizer import SMALLEST_VOCABULARY
 from depthmix.files import replace_file
 from depthmix.models import StoredModel, open_model
 from depthmix.models.chat import write_chat
@@ -81,7 +82,7 @@ def _start(plan: Launch, world: World, console: Console) -> tuple[Ending, RunDir
     check_memory(run, world)
     schedule = make_schedule(run)
     teacher = _open_teacher(run)
-    data = plan.data or world.do_first(lambda: _prepare_default(console))
+    data = plan.data or world.do_first(lambda: _prepare_default(console, run))
     corpus = world.do_first(lambda: open_corpus(data, run))
     if plan.start is not None:
         check_tokenizer(plan.start.home, corpus)
@@ -132,7 +133,7 @@ def _resume(plan: Launch, path: Path, world: World, console: Console) -> tuple[E
         check_memory(run, world)
         teacher = _open_teacher(run)
         where = plan.data or _find_data(starts[-1]["data"])
-        where = where or world.do_first(lambda: _prepare_default(console))
+        where = where or world.do_first(lambda: _prepare_default(console, run))
         corpus = world.do_first(lambda: open_corpus(where, run))
         if corpus.manifest_hash != starts[-1]["data"]["hash"]:
             raise ValueError(
@@ -245,9 +246,12 @@ def _lock(folder: RunDir, world: World) -> Iterator[None]:
         yield
 
 
-def _prepare_default(console: Console) -> Path:
+def _prepare_default(console: Console, run: RunConfig) -> Path:
+    """The default corpus, with no more ids than a small model has room for."""
+    room = run.model.vocab_size
+    small = SMALLEST_VOCABULARY <= room < DEFAULT_VOCAB_SIZE
     with show_progress(console) as report:
-        return prepare_default(progress=report)
+        return prepare_default(room if small else DEFAULT_VOCAB_SIZE, progress=report)
 
 
 def _find_data(used: dict[str, Any]) -> Path | None:

@@ -1,6 +1,7 @@
 """Configurations by name: those that come with the package, one TOML file a size, and files.
 
-A size gives two models, so that twins cannot drift apart. Knows no torch.
+A size gives two models, so that twins cannot drift apart, and each of them twice: by the best
+recipe that is known, and as the paper describes it (`-paper`). Knows no torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,28 +14,68 @@ from depthmix.config import fields
 from depthmix.config.model import ModelConfig
 from depthmix.config.train import RunConfig
 
-__all__ = ["load_config", "load_preset", "load_run_config", "preset_names", "preset_sizes"]
+__all__ = [
+    "list_recipe",
+    "load_config",
+    "load_preset",
+    "load_run_config",
+    "make_run_config",
+    "preset_names",
+    "preset_sizes",
+]
+
+PAPER_MODEL: Mapping[str, Any] = {
+    "qk_norm": False,
+    "routing.gate": "raw",
+    "routing.init_std": 0.02,
+    "routing.normalize_input": False,
+}
+PAPER_RECIPE: Mapping[str, Any] = {"train.optimizer": "adamw"}
+"""What `-paper` changes: the score itself multiplies a block's update (arXiv:2404.02258, Eq. 1),
+and nothing that was found to learn faster since."""
 
 
 def load_preset(name: str, **overrides: Any) -> ModelConfig:
     """A configuration from the package: `60m`, its dense twin `60m-dense`.
 
-    `60m-mod` is `60m` by its full name. Overrides are fields, dotted where nested.
+    `60m-mod` is `60m` by its full name; `60m-paper` and `60m-paper-dense` are the same sizes as the
+    paper describes them. Overrides are fields, dotted where nested.
 
     >>> load_preset("60m", width=768, **{"routing.capacity": 0.25}).routing.capacity
     0.25
     """
-    size, _, variant = name.rpartition("-") if name.endswith(("-dense", "-mod")) else (name, "", "")
+    size, is_paper, is_dense = _split_name(name)
     if size not in preset_sizes():
-        close = fields.suggest(name, [*preset_sizes(), *preset_names()])
+        papers = [f"{size}-paper" for size in preset_sizes()]
+        close = fields.suggest(name, [*preset_sizes(), *preset_names(), *papers])
         raise ValueError(
-            f"there is no preset '{name}'.{close} The presets are: {', '.join(preset_names())}"
+            f"there is no preset '{name}'.{close} The presets are: {', '.join(preset_names())}; "
+            f"and 60m-paper and the like, as the paper has them"
         )
     text = (resources.files(__name__) / f"{size}.toml").read_text(encoding="utf-8")
     config = ModelConfig.from_toml(text)
-    if variant == "dense":
+    if is_paper:
+        config = config.override(PAPER_MODEL)
+    if is_dense:
         config = config.dense_twin()
     return config.override(overrides) if overrides else config
+
+
+def _split_name(name: str) -> tuple[str, bool, bool]:
+    """A preset's size, whether it is the paper's variant, and whether it is the dense twin."""
+    bare = name.removesuffix("-dense") if name.endswith("-dense") else name.removesuffix("-mod")
+    return bare.removesuffix("-paper"), bare.endswith("-paper"), name.endswith("-dense")
+
+
+def list_recipe(source: str) -> dict[str, Any]:
+    """Fields of the recipe that belong to a preset, dotted: none where the defaults are meant."""
+    is_file = source.endswith(".toml")
+    return dict(PAPER_RECIPE) if not is_file and _split_name(source)[1] else {}
+
+
+def make_run_config(source: str, overrides: Mapping[str, Any]) -> RunConfig:
+    """A new run of a preset or of a model's file, by the recipe that goes with it."""
+    return RunConfig.from_overrides(load_config(source), {**list_recipe(source), **overrides})
 
 
 def load_config(source: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
