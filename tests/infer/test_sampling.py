@@ -460,7 +460,7 @@ def test_whether_params_filter(changes: dict[str, Any], expected: bool) -> None:
         ({"repetition_penalty": INF}, "repetition_penalty = inf must be a positive number"),
         ({"logprobs": -1}, "logprobs = -1 must be 0 or more"),
         ({"stop_tokens": [4, -1]}, "stop_tokens = [4, -1] must be token ids, 0 or more"),
-        ({"stop": ["a", ""]}, "stop must not hold an empty string"),
+        ({"stop": ["a", ""]}, "stop must not contain an empty string"),
         ({"stop": "end"}, "stop = 'end' does not fit: it must be a list of strings"),
         ({"max_tokens": True}, "max_tokens = True does not fit: it must be a whole number"),
         ({"seed": 2**63}, "must fit in 64 bits: from -2^63 to 2^63 - 1"),

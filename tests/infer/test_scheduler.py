@@ -504,7 +504,7 @@ def test_a_sequence_that_can_never_run_is_refused() -> None:
 def test_a_key_in_line_is_refused_and_a_removed_one_is_new() -> None:
     scheduler = make_simulation().scheduler
     scheduler.add(7, 4, 1)
-    with pytest.raises(ValueError, match="sequence 7 is already in line"):
+    with pytest.raises(ValueError, match="sequence 7 is already queued"):
         scheduler.add(7, 4, 1)
     scheduler.remove(7)
     scheduler.remove(7)

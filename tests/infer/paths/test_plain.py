@@ -147,7 +147,7 @@ def test_the_cache_has_the_models_type() -> None:
 def test_kernels_are_used_only_for_what_they_know() -> None:
     assert find_shape_obstacle(make_config("mod"), torch.float32) is None
     told = find_shape_obstacle(make_config("mod_kv"), torch.float32)
-    assert told == "kernels know nothing of its routing.kv_capacity = 0.5"
+    assert told == "kernels do not support its routing.kv_capacity = 0.5"
     # whoever adds a field decides here: kernels take it into account, or such models do without
     names = {n for n in fields.flatten(ModelConfig().to_dict()) if not n.startswith("experts.")}
     assert names - KNOWN_FIELDS == {"routing.kv_capacity"}
