@@ -141,7 +141,7 @@ def cut_matrix(
 def choose_tuning(device: torch.device, width: int, num_heads: int) -> StepTuning:
     """The fastest tuning on an H200 (results/decode.md); one program in the interpreter."""
     if device.type != "cuda":
-        # programs run one after another there, so waiting for a second one would deadlock
+        # programs run one after another there, so none could ever wait for another
         return StepTuning(num_programs=1)
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     num_programs = 2 * num_processors
