@@ -106,7 +106,7 @@ def prepare_at_rate(
 
 
 class Bench:
-    """The run: what was asked for, and the rows of what was measured."""
+    """The run: its options, and the measured rows."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.skip, self.profile, self.path = set(args.skip), args.profile, args.json

@@ -326,7 +326,7 @@ def measure_joules(call: Callable[[int], object], meter: EnergyMeter) -> tuple[f
 
 
 class Bench:
-    """The run: what was asked for, and the rows of what was measured."""
+    """The run: its options, and the measured rows."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.parts, self.path, self.shape = list(args.parts), args.json, args.shape

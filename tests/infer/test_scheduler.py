@@ -699,7 +699,7 @@ class Flights:
             if not self.steps:
                 break
             self.settle(may_stop=False)
-        assert not self.alive, "somebody starves"
+        assert not self.alive, "a sequence starves"
         assert self.pages.num_used == 0
         assert not self.pages.promised.any()
 

@@ -128,7 +128,7 @@ def join_depths(depths: Sequence[Depth]) -> Depth:
 
 
 class DepthMeter:
-    """Adds up one sample's compute."""
+    """Sums up one sample's compute."""
 
     def __init__(self, config: ModelConfig, selector: str | None = None) -> None:
         sizes, blocks = matrix_sizes(config), list(list_blocks(config))

@@ -44,7 +44,7 @@ class Event(NamedTuple):
     text: str
     """Text that is now final; empty while a character or a stop string may be incomplete."""
     path: Path
-    """The routed blocks that the token before this one went through."""
+    """The routed blocks that the previous token went through."""
     result: Sample | None
     """The finished sample, if this event ends it."""
 

@@ -28,7 +28,7 @@ def select_topk(
 
 
 def pack_tokens(kept: Tensor, num_places: int) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B T"]]:
-    """The kept tokens of each row in order, then the others; cut to `num_places`."""
+    """The kept tokens of each row in order, then the others; truncated to `num_places`."""
     num_kept_BT = kept.cumsum(dim=1)
     num_others_BT = (~kept).cumsum(dim=1)
     place_BT = torch.where(kept, num_kept_BT, num_kept_BT[:, -1:] + num_others_BT) - 1

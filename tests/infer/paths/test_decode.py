@@ -94,7 +94,7 @@ def test_a_step_equals_the_full_pass(name: str, selector: str | None) -> None:
             assert told[0] == int(truth.argmax())
             assert told[1:] == list_lines(outputs[number], batch.model, position)
     lengths = batch.cache.lengths
-    assert not lengths[:, [1, 2]].any(), "rows that nobody holds stay empty"
+    assert not lengths[:, [1, 2]].any(), "unused rows stay empty"
     for number, row in enumerate(ROWS):
         stored = [LENGTHS[number]] * batch.model.config.num_layers
         layers, routings = batch.model.config.routed_layers, outputs[number].routings

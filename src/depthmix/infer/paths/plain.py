@@ -138,7 +138,7 @@ class Runner:
         return seen.to(self.device)
 
     def run(self, works: Sequence[Work]) -> list[Done]:
-        """Compute these chunks, together."""
+        """Compute these chunks together."""
         self.cache.follow(self.pages.drain_changes())
         if not self.record:
             return self._run_prompts(works)
@@ -204,7 +204,7 @@ class Runner:
         ]
 
     def _decode(self, works: Sequence[Work]) -> list[Done]:
-        """One token of each sequence, in a recorded step."""
+        """Decode one token per sequence in a recorded step."""
         size = min(1 << (len(works) - 1).bit_length(), self.pages.num_rows)
         step = self.steps.get(size)
         if step is None:

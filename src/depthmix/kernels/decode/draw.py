@@ -671,7 +671,7 @@ def _weigh_kept(
     count_before,
     mass_before,
 ):
-    """The mass of the `top_k` best tokens, which end somewhere in bin `edge`."""
+    """The mass of the `top_k` best tokens, the last of which lies in bin `edge`."""
     wanted = top_k - count_before
     # bisect for the score of the last token kept, between the bin's lowest and its highest
     low = tl.full((), 2**31 - 1, tl.int64)

@@ -80,7 +80,7 @@ class Rules(NamedTuple):
     selector: str = "all"
     """What decides: `router`, `predictor`, or `all` to run every block."""
     gate: str = "raw"
-    """What multiplies a routed block's update: raw, sigmoid, tanh1 or unit."""
+    """The factor of a routed block's update: raw, sigmoid, tanh1 or unit."""
     normalize: bool = True
     """The router scores x / rms(x)."""
     first_tokens: int = 0
