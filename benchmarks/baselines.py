@@ -1,6 +1,6 @@
-"""What one would train or sample from instead: a plain transformer and Hugging Face's Llama.
+"""Baselines to train or sample from instead: a plain transformer and Hugging Face's Llama.
 
-They share the benchmarks' shapes and nothing of depthmix's code.
+They share the benchmarks' shapes, but none of depthmix's code.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class PlainBlock(nn.Module):
 
 
 class CachedBlock(PlainBlock):
-    """The same with a cache of a fixed size, which is written in place."""
+    """The same with a fixed-size cache, written in place."""
 
     def __init__(self, config: ModelConfig, batch: int, num_slots: int) -> None:
         super().__init__(config)
@@ -78,11 +78,11 @@ class PlainTransformer(nn.Module):
 
 
 class PlainDecoder(nn.Module):
-    """The same model sampling greedily, with a static cache: each call makes one token a row.
+    """The same model decoding greedily with a static cache: each call makes one token per row.
 
-    All that changes is in buffers, so that `torch.compile(mode="reduce-overhead")` can replay a
-    step as one graph without copying anything in or out. When the cache is full, the next token
-    is written after the first `context` again.
+    All state is in buffers, so that `torch.compile(mode="reduce-overhead")` can replay a step as
+    one graph without copying anything in or out. When the cache is full, writing wraps around to
+    just after the first `context` tokens.
     """
 
     def __init__(self, config: ModelConfig, batch: int, context: int, num_new: int) -> None:
@@ -115,7 +115,7 @@ class PlainDecoder(nn.Module):
 def compile_decoder(
     config: ModelConfig, batch: int, context: int, num_new: int, device: str, dtype: torch.dtype
 ) -> Callable[[], None]:
-    """A step of `PlainDecoder`, compiled when it is first called."""
+    """A step of `PlainDecoder`, compiled at the first call."""
     with torch.device(device):
         model = PlainDecoder(config, batch, context, num_new).to(dtype)
     shrink_weights(model)
@@ -136,7 +136,7 @@ def shrink_weights(model: nn.Module) -> None:
 
 
 def make_llama(config: ModelConfig, **fields: object) -> nn.Module:
-    """Hugging Face's Llama of a configuration's shape."""
+    """Hugging Face's Llama in the shape of a configuration."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -167,7 +167,7 @@ BASELINES = {"plain": PlainTransformer, "hf-llama": HuggingFaceLlama}
 
 
 class BaselineStep:
-    """Forward, backward, fused AdamW: compiled, launched kernel by kernel as by default."""
+    """Forward, backward, fused AdamW: compiled, with kernels launched one by one (the default)."""
 
     def __init__(self, name: str, config: ModelConfig, device: str) -> None:
         self.device = device

@@ -2,11 +2,11 @@
 
     python benchmarks/chunks.py
 
-A chunk of a prompt with more and more tokens before it, beside torch's own attention over
-contiguous tensors where there is nothing before it; a routed block's few queries of many chunks;
-and what rotates and stores the keys. Results are checked before they are timed. Times are medians
-of CUDA-graph replays, TFLOP/s count the pairs of a query and a key that it sees. Takes less than a
-minute, most of it for compiling.
+A prompt chunk after an increasingly long context, compared with torch's own attention over
+contiguous tensors if the context is empty; a routed block's few queries of many chunks; and the
+kernel that rotates and stores keys. Results are checked before timing. Times are medians of
+CUDA-graph replays, and TFLOP/s count the visible pairs of query and key. Takes less than a minute,
+most of it compiling.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from depthmix.kernels.decode import chunks
 from depthmix.kernels.decode.chunks import ChunkTuning
 
 PAGE_SIZE = 16
-# calls in a graph, and how often it is replayed
+# calls per graph, and number of replays
 NUM_CALLS, NUM_REPLAYS = 5, 40
 PROMPT_TUNINGS = [
     ChunkTuning(128, 64, 8, 5),
@@ -35,7 +35,7 @@ PROMPT_TUNINGS = [
     ChunkTuning(64, 64, 4, 5),
     ChunkTuning(64, 128, 4, 3),
 ]
-# how many of them are tried where queries share keys
+# how many of the best tunings are tried on grouped-query attention
 NUM_BEST = 3
 FEW_TUNINGS = [
     ChunkTuning(16, 64, 4, 5),
@@ -47,7 +47,7 @@ FEW_TUNINGS = [
 
 
 class Case:
-    """Chunks of `size` queries each, of rows that hold `past` tokens; their keys are stored."""
+    """Chunks of `size` queries each, in rows with `past` tokens; their keys are already stored."""
 
     def __init__(
         self, num_heads: int, num_groups: int, width: int, num_chunks: int, size: int, past: int
@@ -118,7 +118,7 @@ class Case:
 
 
 def time_graph(function: Callable[[], object]) -> float:
-    """Microseconds of one call, several of them replayed as a graph."""
+    """Microseconds per call, with several calls replayed as a graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -138,7 +138,7 @@ def tell(case: Case, name: str, microseconds: float) -> None:
 
 
 def compare_tunings(case: Case, tunings: list[ChunkTuning]) -> dict[ChunkTuning, float]:
-    """Microseconds by tuning; one that does not fit is told and left out."""
+    """Microseconds by tuning; one that does not fit is reported and left out."""
     truth = case.attend_plainly().double()
     times = {}
     for tuning in tunings:
@@ -149,7 +149,7 @@ def compare_tunings(case: Case, tunings: list[ChunkTuning]) -> dict[ChunkTuning,
             case.out.fill_(torch.nan)
             error = ((case.attend(tuning).double() - truth).norm() / truth.norm()).item()
         except Exception as problem:
-            # too much shared memory, for one: the others are still of interest
+            # too much shared memory, for example: the others are still of interest
             print(f"| {case} | {name} | {type(problem).__name__} | |", flush=True)
             continue
         assert error < 1e-2, f"{name}: relative error {error}"
@@ -178,7 +178,7 @@ def time_rotation(case: Case) -> None:
     index = torch.arange(case.num_places, device="cuda", dtype=torch.int32)
     row, position = index // case.size, index.long() % case.size
     count = torch.full((1,), case.num_places, device="cuda", dtype=torch.int32)
-    # no turn at all, or the queries would grow from call to call
+    # the identity rotation, so that the queries stay the same from call to call
     phase_table = torch.tensor([1.0, 0.0], device="cuda")[:, None].expand(2, case.width // 2)
     phase_table = phase_table.repeat(case.size, 1, 1)
     tokens = (index, count, row, position, row, case.first, phase_table, None, None, None, 1e-5)
@@ -186,7 +186,7 @@ def time_rotation(case: Case) -> None:
     microseconds = time_graph(
         lambda: chunks.rotate_and_store(case.qkv, *tokens, *cache, num_heads=case.num_heads)
     )
-    # all are read and written once
+    # everything is read and written once
     rate = 2 * case.qkv.numel() * case.qkv.element_size() / microseconds / 1e3
     print(f"| {case} | rotate and store | {microseconds:.1f} | {rate:.0f} GB/s |", flush=True)
 

@@ -1,20 +1,20 @@
-"""Decoding speed: Mixture-of-Depths, its dense twin, and what one would use instead, on one GPU.
+"""Decoding speed: Mixture-of-Depths, its dense twin, and common alternatives, on one GPU.
 
     python benchmarks/decode.py --json out.json           # both shapes, all parts, tables
     python benchmarks/decode.py --shape small --profile   # where the time of a step goes
     python benchmarks/decode.py --cpu                     # the CPU's figure
     python benchmarks/decode.py --shape smoke --cpu       # does it run at all
 
-Weights are random; the selecting heads' biases are set so that decisions come at the capacity's
-rate (`calibrate`). A time is the median of the steps of one lap, from the prompt to its last new
-token, by CUDA events. A MoD step's time varies with the blocks that it takes, and its median lies
-below its mean, so both are told, with the share of routed blocks that were taken.
+Weights are random; the predictors' biases are set so that tokens are kept at the capacity's rate
+(`calibrate`). A time is the median over the steps of one lap, from the prompt to the last new
+token, measured with CUDA events. The time of a MoD step varies with the blocks that it runs, and
+its median is below its mean, so both are reported, with the fraction of routed blocks taken.
 
 `compile` is a plain decoder with a static cache under torch.compile(mode="reduce-overhead"), and is
-compiled before anything is timed. `transformers` is a Llama's generate(), by the difference of two
-lengths, so that its prefill cancels; both are called before they are timed. "by bytes" is the time
-to read the weights and the cache that a step needs, once, at the bandwidth of an H200's datasheet.
-A part that fails does not take the others with it.
+compiled before anything is timed. `transformers` is a Llama's generate(), from the difference of
+two lengths, so that prefill cancels; both lengths are run once before timing. "by bytes" is the
+time to read the weights and cache that a step needs, once, at the bandwidth in an H200's datasheet.
+If one part fails, the others still run.
 """
 
 import argparse
@@ -69,13 +69,13 @@ def summarize(microseconds: list[float]) -> dict[str, object]:
 
 
 def measure_shares(step: Callable[[], Tensor | None], num_steps: int) -> Tensor | None:
-    """Share of rows that took each routed block; None where the step does not tell."""
+    """Fraction of rows that took each routed block; None if the step does not report it."""
     shares = []
     for _ in range(num_steps):
         taken = step()
         if taken is None:
             return None
-        # on the device, and at once: the step may write its next answer to the same place
+        # on the device, and immediately: the next step may overwrite the same tensor
         shares.append(taken.float().mean(dim=1))
     return torch.stack(shares).mean(dim=0)
 
@@ -83,15 +83,15 @@ def measure_shares(step: Callable[[], Tensor | None], num_steps: int) -> Tensor 
 def prepare_at_rate(
     model: Transformer, batch: int, context: int, num_steps: int
 ) -> Callable[[], Tensor | None]:
-    """A decode step that takes routed blocks at the capacity's rate, or near it.
+    """A decode step that takes routed blocks at or near the capacity's rate.
 
-    Calibration over many sequences is not enough: decisions in one sequence lean the same way,
-    and a single one was seen to take between 4 and 23 % where the average was right.
+    Calibration over many sequences is not enough: decisions within a sequence are correlated, and
+    single sequences were observed to take between 4 and 23 % although the average was right.
     """
-    # many rows show their rate soon
+    # with many rows, few steps suffice to estimate the rate
     num_steps = max(num_steps // batch, 8)
     for left in reversed(range(MAX_CORRECTIONS + 1)):
-        # the same prompt again, if it is drawn at random
+        # the same prompt each time, if it is random
         torch.manual_seed(0)
         step = prepare_decode(model, batch, context)
         shares = measure_shares(step, num_steps)
@@ -106,7 +106,7 @@ def prepare_at_rate(
 
 
 class Bench:
-    """The run: what was asked for, and the rows of what was measured."""
+    """The run: its options, and the measured rows."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.skip, self.profile, self.path = set(args.skip), args.profile, args.json
@@ -117,7 +117,7 @@ class Bench:
         self.meter = None if "energy" in self.skip else open_meter(self.device)
 
     def attempt(self, part: str, measure: Callable[..., object], *arguments: object) -> object:
-        """Run one part unless it is skipped; its failure is told and the run goes on."""
+        """Run one part unless it is skipped; report a failure and continue."""
         if part in self.skip:
             return None
         start = time.perf_counter()
@@ -175,7 +175,7 @@ class Bench:
             model.generate(tokens, attention_mask=mask, do_sample=False, pad_token_id=0, **length)
 
         few, many = max(1, shape.num_new // 32), shape.num_new // 8 + 1
-        # both lengths: a first call of a length costs more than the call, and only one would pay it
+        # both lengths: the first call of each is slower, and otherwise only one would include that
         for count in (few, many):
             generate(count)
         seconds = [time_call(lambda n=count: generate(n), self.device) for count in (few, many)]
@@ -196,11 +196,11 @@ class Bench:
     def measure_decode(self, name: str, model: str, network: Transformer, case: int) -> None:
         shape = SHAPES[name]
         batch, context = shape.cases[case]
-        # inside: the step may read the biases wherever it runs
+        # the step may read the biases whenever it runs, so all of it is inside
         with keep_biases(network):
             step = prepare_at_rate(network, batch, context, shape.num_new)
             measured = self.time_decode(name, step)
-            # of a lap of its own: the one that ended the search was chosen for its share
+            # from a separate lap: the one that ended the search was selected for its share
             shares = measure_shares(step, shape.num_new)
             measured["share"] = None if shares is None else shares.mean().item()
             if self.meter is not None:
@@ -210,9 +210,9 @@ class Bench:
                 print(f"{name}, batch {batch}, {model}\n{profile_step(step, self.device)}")
 
     def measure_in_turn(self, name: str) -> None:
-        """Decoding on a CPU: a quarter of a lap of each model in turn.
+        """Decode on a CPU, alternating between the models every quarter of a lap.
 
-        What else the machine does then slows down both.
+        Other load on the machine then slows down both alike.
         """
         shape = SHAPES[name]
         batch, context = shape.cases[0]
@@ -226,7 +226,7 @@ class Bench:
                 for number in range(shape.num_new // 4):
                     start = time.perf_counter()
                     taken = step()
-                    # the first one finds the other model in the processor's caches
+                    # during the first step, the CPU caches still hold the other model
                     if number:
                         times[model].append(1e6 * (time.perf_counter() - start))
                     if taken is not None:
@@ -240,7 +240,7 @@ class Bench:
         engine = Engine(network, max_batch=1, chunk_tokens=num_tokens)
         prompt, params = draw_prompts(config, 1, num_tokens), SamplingParams(max_tokens=1)
         times = [time_call(lambda: engine.generate(prompt, params), self.device) for _ in range(8)]
-        # the first ones build what later ones use again
+        # the first calls build what later ones reuse
         ms = 1e3 * statistics.median(times[3:])
         count = flops.forward_flops(config, seq_len=num_tokens, causal_half=True)
         measured = {"num_tokens": num_tokens, "ms": ms, "flops": count}
@@ -303,7 +303,7 @@ def main() -> None:
         step = compiled.pop(name)
         if step is not None:
             bench.attempt("compile", bench.measure_compiled, name, step)
-        # the compiled model goes before the next one comes
+        # free the compiled model before making the next one
         del step
         bench.attempt("transformers", bench.measure_transformers, name)
         if args.cpu:

@@ -1,12 +1,12 @@
-"""The one-kernel decoding step alone: its settings against each other, and what a barrier costs.
+"""The single-kernel decoding step alone: a comparison of its settings, and the cost of a barrier.
 
     python benchmarks/decode_kernel.py                  # both shapes, dense and MoD, all settings
     python benchmarks/decode_kernel.py --barriers       # microseconds of a barrier
     python benchmarks/decode_kernel.py --paged          # the attention of a batch of 64 rows
 
-Needs a GPU. Times are medians of 200 replays of a CUDA graph that holds the kernel, 1,152 tokens
-into a sequence, with one and with two routed blocks taken. Most of the run is compiling: about five
-seconds a setting.
+Needs a GPU. Times are medians of 200 replays of a CUDA graph of the kernel, 1,152 tokens into a
+sequence, with one and with two routed blocks taken. Most of the run is compiling: about five
+seconds per setting.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def list_settings(num_processors: int) -> dict[str, StepTuning]:
 
 
 def time_setting(model: Transformer, tuning: StepTuning, num_taken: int) -> float:
-    """Median microseconds of a step in which so many routed blocks are taken."""
+    """Median microseconds of a step in which `num_taken` routed blocks are taken."""
     config, weights = model.config, stack_weights(model)
     num_layers, routed = config.num_layers, tuple(config.routed_layers)
     num_pages = -(-config.max_seq_len // PAGE) * num_layers
@@ -111,7 +111,7 @@ def time_barriers(num_processors: int) -> None:
 
 
 def time_paged(num_tokens: int) -> None:
-    """Attention of 64 rows over so many tokens each, by settings."""
+    """Attention of 64 rows over `num_tokens` tokens each, by setting."""
     num_rows, num_heads, width = 64, 16, 128
     shape = (num_rows * (num_tokens // PAGE + 1), num_heads, PAGE, width)
     pages = [torch.randn(shape, device="cuda").bfloat16().transpose(0, 1) for _ in range(2)]
@@ -121,7 +121,7 @@ def time_paged(num_tokens: int) -> None:
     lengths = torch.full((num_rows,), num_tokens - 1, device="cuda").int()
 
     def attend() -> None:
-        # each call counts the new token, and one is to be as the other
+        # a copy, because each call adds a token to the lengths, and all calls should be equal
         paged_triton.attend_pages(*new, row, row, *pages, table, lengths.clone())
 
     for tokens, stages in product((16, 32), (1, 2, 3, 4)):

@@ -1,4 +1,4 @@
-"""The models whose decoding is timed, with random weights that route at the capacity's rate."""
+"""Models for the decoding benchmarks, with random weights that route at the capacity's rate."""
 
 import math
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from depthmix.nn.router import Predictor
 
 
 class Shape(NamedTuple):
-    """A model, and what is asked of it."""
+    """A model and its workload."""
 
     fields: dict[str, int]
     cases: tuple[tuple[int, int], ...]
-    """Rows and tokens before the first step, for each timed decode; the first has baselines."""
+    """Rows, and tokens before the first step, of each timed decode; the first has baselines."""
     num_new: int
     num_prompts: tuple[int, ...]
-    """Prompts of a `generate`, each as long as the first case's."""
+    """Numbers of prompts for `generate`, each as long as in the first case."""
     prefill_tokens: int
 
 
@@ -42,7 +42,7 @@ SHAPES = {
 ROUTING = {"dense": RoutingConfig(), "mod": RoutingConfig(strategy="expert_choice")}
 CALIBRATION_TOKENS = 8192
 SCORE_SPREAD = 0.5
-"""Standard deviation of a predictor's score over that of its last matrix, about."""
+"""Approximate ratio of the standard deviation of a predictor's score to that of its last matrix."""
 
 
 def make_config(model: str, shape: Shape) -> ModelConfig:
@@ -63,18 +63,18 @@ def find_heads(model: Transformer) -> list[Predictor]:
 def calibrate(model: Transformer, tokens: Tensor, share: float) -> None:
     """Set the predictors' biases so that each routed block keeps `share` of `tokens`.
 
-    In one pass: a block's decisions change what the next one sees, so each bias is set when the
-    pass reaches it, and the pass goes on with the decisions of the new bias.
+    In one pass: a block's decisions change the next one's input, so each bias is set when the pass
+    reaches it, and the pass continues with the decisions of the new bias.
     """
     if not 0 < share < 1:
         raise ValueError(f"share = {share} must lie between 0 and 1")
 
     def set_bias(head: Predictor, inputs: tuple[Tensor], scores: Tensor) -> Tensor:
         ordered = scores.float().flatten().sort(descending=True).values
-        # zero comes to lie between the last score that is kept and the first that is not
+        # puts zero between the last kept score and the first one not kept
         count = num_kept(share, len(ordered))
         head.w_out.bias -= ordered[count - 1 : count + 1].mean().to(head.w_out.bias.dtype)
-        # computed again and not only moved: a bf16 bias is rounded
+        # recomputed, not just shifted, because a bf16 bias is rounded
         return head.forward(*inputs)
 
     hooks = [head.register_forward_hook(set_bias) for head in find_heads(model)]
@@ -87,19 +87,19 @@ def calibrate(model: Transformer, tokens: Tensor, share: float) -> None:
 
 @torch.no_grad()
 def correct_biases(model: Transformer, measured: Tensor, share: float, num_decisions: int) -> None:
-    """Move each bias towards `share`, from the share of `num_decisions` that its block took."""
+    """Adjust each bias towards `share`, given the measured share of `num_decisions` taken."""
     normal = NormalDist()
     for head, taken in zip(find_heads(model), measured.tolist(), strict=True):
-        # no block is taken never or always for certain: half a decision is given each way
+        # clamp away from 0 and 1 by half a decision: no rate is exactly never or always
         taken = min(max(taken, 0.5 / num_decisions), 1 - 0.5 / num_decisions)
-        # scores are about normal over tokens; their spread is that of a sum over hidden units
+        # scores are roughly normal over tokens; their spread is that of a sum over hidden units
         spread = SCORE_SPREAD * head.w_out.weight.float().norm().item()
         head.w_out.bias += spread * (normal.inv_cdf(share) - normal.inv_cdf(taken))
 
 
 @contextmanager
 def keep_biases(model: Transformer) -> Iterator[None]:
-    """Give the predictors the biases back that they have now."""
+    """Restore the predictors' current biases afterwards."""
     before = [head.w_out.bias.detach().clone() for head in find_heads(model)]
     try:
         yield
@@ -124,7 +124,7 @@ def make_model(
 def count_bytes(config: ModelConfig, batch: int, num_tokens: int, dtype: torch.dtype) -> int:
     """Bytes of the weights and the cache that a step of `batch` rows must read on average."""
     if config.routed_layers:
-        # a block is read when any row takes it
+        # a block is read if any row takes it
         read = 1 - (1 - config.capacities[0]) ** batch
         num_weights = flops.num_parameters(config.override({"routing.capacity": read})).active
     else:

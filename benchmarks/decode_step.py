@@ -1,4 +1,4 @@
-"""The engine's own decoding step, taken out of it so that it can be timed alone."""
+"""The engine's own decoding step, isolated so that it can be timed alone."""
 
 from collections.abc import Callable, Sequence
 
@@ -25,12 +25,12 @@ def prepare_decode(
     *,
     documents: Sequence[Sequence[int]] | None = None,
 ) -> Callable[[], Tensor | None]:
-    """Give `batch` rows a prompt of `context` tokens; returns a step of one token a row.
+    """Give `batch` rows a prompt of `context` tokens; return a step of one token per row.
 
-    Tokens are those of `documents`, or random, because random weights that decode greedily end in
-    a loop, where decisions no longer come at the capacity's rate. It may be called without end:
-    after a lap the rows are back at their prompts. It returns which routed blocks each row went
-    through, (routed blocks, rows), or None where there are none.
+    Tokens come from `documents`, or are random, because greedy decoding with random weights ends
+    in a loop, where decisions no longer match the capacity's rate. The step may be called without
+    limit: after a lap, the rows are back at their prompts. It returns which routed blocks each row
+    went through, (routed blocks, rows), or None if there are none.
     """
     config = model.config
     lap = min(LAP_TOKENS, config.max_seq_len - context)
@@ -39,7 +39,7 @@ def prepare_decode(
         texts = torch.tensor([document[: context + lap] for document in documents])
     else:
         texts = torch.randint(config.vocab_size, (batch, context + lap))
-    # alone, or the engine would keep pages for others
+    # limited to the batch, or the engine would reserve pages for more rows
     engine = Engine(model, max_batch=batch)
     if HAS_TRITON and isinstance(engine.runner, FusedRunner):
         return prepare_fused(engine, engine.runner, texts, context)
@@ -68,9 +68,10 @@ def _prepare_engine(
 def prepare_fused(
     engine: Engine, runner: "FusedRunner", texts: Tensor, context: int
 ) -> Callable[[], Tensor | None]:
-    """The step of all rows as it is recorded; it draws the best tokens, which nobody reads.
+    """The recorded step of all rows; it draws the best tokens, which are discarded.
 
-    No scheduler, which would let the first rows go ahead, and no host but for what it launches.
+    Without the scheduler, which would let the first rows run ahead, and without host work other
+    than the launch.
     """
     pages, num_routed = engine.pages, len(engine.config.routed_layers)
     batch, lap = texts.shape[0], texts.shape[1] - context

@@ -15,11 +15,11 @@ GOALS = {
     ("small", 1, "mod", "transformers"): 20,
     ("cpu", 1, "mod", "dense"): 1.5,
 }
-"""At least so many times as fast, by shape, rows, and what is compared with what."""
+"""Target speedups, by shape, rows, and the pair compared."""
 
 
 def print_tables(rows: list[dict]) -> None:
-    """All that there are rows for; a ratio is bold where it reaches its goal."""
+    """Print every table that has rows; a ratio that reaches its target is bold."""
     parts = {"decode": print_decode, "prefill": print_prefill, "generate": print_generate}
     for part, print_part in parts.items():
         chosen = [row for row in rows if row["part"] == part]
@@ -33,7 +33,7 @@ def print_decode(rows: list[dict]) -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         key = {"shape": row["shape"], "batch": row["batch"]}
-        # a step makes a token for each row of the batch
+        # a step makes one token per row of the batch
         us, mean = row["us"] / row["batch"], row["us_mean"] / row["batch"]
         share, joules = row.get("share"), row.get("joules_per_token")
         what = row["what"]
@@ -48,7 +48,7 @@ def print_decode(rows: list[dict]) -> None:
 
 
 def compare(row: dict, other: dict | None) -> list[str]:
-    """How many times as fast as `other`: by medians, by means, and what it should be."""
+    """Speedup over `other`: by medians, by means, and the target."""
     if other is None:
         return ["", "", ""]
     goal = GOALS.get((row["shape"], row["batch"], row["what"], other["what"]))

@@ -1,13 +1,13 @@
-"""Drawing tokens on the device: what each kernel takes, and that the tokens are the sampler's.
+"""Sampling on the device: the time of each kernel, and a check against the torch sampler.
 
     python benchmarks/draw.py                           # all shapes, logits and settings
     python benchmarks/draw.py --places 1 64 --vocabularies 32768
 
-Needs a GPU. Every case is first compared with `infer.sampling.sample`, then timed as a CUDA graph
-of 20 steps that is replayed. `total` is the time of a step in the graph, with what lies between the
-kernels. The kernels' own times are medians and, in brackets, the slowest of all steps: a row whose
-winner a filter refuses takes longer. Shapes are compiled at the same time by processes of their
-own; that is most of the run.
+Needs a GPU. Every case is first compared with `infer.sampling.sample`, then timed by replaying a
+CUDA graph of 20 steps. `total` is the time of a step in the graph, including gaps between kernels.
+The kernels' own times are medians and, in brackets, the slowest of all steps: a row whose winner is
+rejected by a filter takes longer. Shapes are compiled in parallel by separate processes; that is
+most of the run.
 """
 
 import argparse
@@ -40,7 +40,7 @@ KERNELS = ("_rank_tokens", "_weigh", "_sift")
 
 
 class Case(NamedTuple):
-    """A step of one kind of rows, ready to be repeated."""
+    """A step with one kind of rows, ready to be repeated."""
 
     logits: Tensor
     state: DrawState
@@ -68,7 +68,7 @@ def make_logits(kind: str, num_places: int, vocab: int) -> Tensor:
     if kind == "normal 3":
         logits *= 3
     elif kind == "peaked":
-        # as trained models have them: a few dozen tokens far above all others
+        # like a trained model's: a few dozen tokens far above all others
         logits *= 2
         chosen = torch.randint(0, vocab, (num_places, 40), device="cuda")
         logits.scatter_(1, chosen, 10 + 2.5 * torch.randn(num_places, 40, device="cuda"))
@@ -96,7 +96,7 @@ def make_case(drawer: Drawer, logits: Tensor, name: str) -> Case:
 
 
 def count_wrong(case: Case) -> int:
-    """Tokens of some steps that are not the sampler's."""
+    """Count the tokens over some steps that differ from the sampler's."""
     wrong = 0
     for _ in range(CHECKS):
         settings = unpack_settings(case.state.shares[:, case.row], case.state.counts[:, case.row])
@@ -109,7 +109,7 @@ def count_wrong(case: Case) -> int:
 
 
 def time_case(case: Case) -> tuple[float, list[list[float]]]:
-    """Microseconds of a step, and of each kernel in every step."""
+    """Microseconds per step, and of each kernel in every step."""
     case.draw()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -139,7 +139,7 @@ def tell_kernel(times: list[float]) -> str:
 
 
 def measure(num_places: int, vocab: int) -> int:
-    """Tell all cases of a shape; how many tokens were wrong."""
+    """Print all cases of a shape; return the number of wrong tokens."""
     wrong = 0
     drawer = Drawer(DrawState(num_places, vocab, "cuda"), num_places)
     for kind in LOGITS:

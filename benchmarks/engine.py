@@ -1,28 +1,28 @@
-"""What a user gets from `Engine.generate`, by the wall clock: Mixture-of-Depths and its dense twin.
+"""End-to-end wall-clock time of `Engine.generate`: Mixture-of-Depths and its dense twin.
 
     python benchmarks/engine.py --json out.json               # all parts, large, one GPU
     python benchmarks/engine.py --shape small --parts single batch
     python benchmarks/engine.py --shape smoke --cpu           # does it run at all
 
-A time is that of the whole call, with a default engine: `Engine(model)`. After its `warm_up`, where
-it has one, the first call of a kind is told apart from the warm ones, whose median counts. Every
-call has other prompts of the same lengths, so that nothing of an earlier one can be used again.
+A time covers the whole call, with a default engine: `Engine(model)`. After its `warm_up`, if it has
+one, the first call of a kind is reported apart from the warm ones, whose median counts. Every call
+has new prompts of the same lengths, so that no earlier work can be reused.
 
-Weights are random and in bf16 on a GPU. The predictors are calibrated to 12.5 %; the share that was
-taken is read from the results. The head is not tied, and logits spread as widely as LOGIT_SPREAD:
-a tied head of random weights repeats one token for ever, which leaves nothing to draw and gives
-each request one lasting decision. What a step reads and computes is the same.
+Weights are random, in bf16 on a GPU. The predictors are calibrated to 12.5 %; the fraction actually
+taken is read from the results. The head is not tied, and logits have the spread LOGIT_SPREAD: with
+a tied head, random weights repeat one token forever, which leaves nothing to draw and gives each
+request a single, constant decision. What a step reads and computes is the same.
 
-single        one request: microseconds a token, greedy and drawn
-batch         8, 64 and 256 requests of mixed lengths: tokens a second, and what bytes allow
-prompt        one long prompt and one token: milliseconds, and the share of the matrix peak
-energy        Joules a token, from the GPU's own counter
+single        one request: microseconds per token, greedy and sampled
+batch         8, 64 and 256 requests of mixed lengths: tokens per second, and the bandwidth limit
+prompt        one long prompt and one token: milliseconds, and the fraction of the matrix peak
+energy        Joules per token, from the GPU's own counter
 memory        the same cache for both models: how many requests run at once
 transformers  a Llama of the dense shape: generate() and generate_batch()
-first         a fresh process with empty caches on disk, and one more: seconds until it is warm,
+first         a fresh process with empty disk caches, then another one: seconds until it is warm,
               and the time of `single` on the device alone
 
-A part that fails does not take the others with it.
+If one part fails, the others still run.
 """
 
 import argparse
@@ -62,38 +62,38 @@ WAYS: dict[str, dict[str, Any]] = {
     "temperature 0.8": {"temperature": 0.8},
     "top-p 0.95": {"temperature": 0.8, "top_p": 0.95},
 }
-"""How tokens are drawn."""
+"""Sampling settings."""
 LOGIT_SPREAD = 2.8
-"""Standard deviation of the logits: some dozens of tokens are likely, as in a text."""
+"""Standard deviation of the logits: a few dozen tokens are likely, as in real text."""
 CALIBRATION_LENGTH = 1024
 MIN_CALLS, MAX_CALLS, LONG_CALL = 3, 9, 20.0
-"""Warm calls: at least, at most; one of so many seconds is not repeated."""
+"""Warm calls: minimum, maximum; a call of LONG_CALL seconds is not repeated."""
 FRESH_CALLS, FRESH_SECONDS = 10, 10.0
 BYTES_PER_SECOND, FLOPS_PER_SECOND = 4.3e12, 600e12
-"""What an H200 gives to kernels that do nothing else, about."""
+"""Approximate peak rates that kernels reach on an H200."""
 
 
 class Sizes(NamedTuple):
-    """What is asked of a model."""
+    """Workload sizes."""
 
     max_seq_len: int = 8448
     single: tuple[int, int] = (64, 256)
-    """Tokens of the prompt, and new ones."""
+    """Prompt tokens and new tokens."""
     batches: tuple[int, ...] = (8, 64, 256)
     lengths: tuple[int, int] = (64, 1024)
-    """Of a batch's shortest and longest prompt."""
+    """Lengths of a batch's shortest and longest prompt."""
     num_new: int = 128
     prompts: tuple[int, ...] = (2048, 8192)
     many: int = 64
-    """Requests of the parts that have one batch only."""
+    """Requests in parts with a single batch."""
     equal: int = 512
-    """Tokens of each prompt where memory is counted."""
+    """Tokens per prompt in the part `memory`."""
     room: int = 16
-    """Requests that the dense model's cache has room for, then."""
+    """Requests that fit into the dense model's cache in that part."""
     square: int = 8192
-    """Rows of the matrix product that tells the peak."""
+    """Size of the matrix product that measures the peak."""
     warm_seconds: float = 2.0
-    """Warm calls go on for so long, if there are not too many."""
+    """Repeat warm calls for this long, up to MAX_CALLS."""
 
 
 REAL = Sizes()
@@ -106,9 +106,9 @@ class Timed(NamedTuple):
     first: float
     """Seconds of the first call."""
     warm: list[float]
-    """Seconds of each later one."""
+    """Seconds of each later call."""
     shares: dict[str, float]
-    """Of routed blocks that the warm ones took, see `count_taken`."""
+    """Fraction of routed blocks taken by the warm calls, see `count_taken`."""
 
     @property
     def seconds(self) -> float:
@@ -116,7 +116,7 @@ class Timed(NamedTuple):
 
 
 class Subject:
-    """A model under test with a default engine, which is there from the first use on."""
+    """A model under test with a default engine, created at first use."""
 
     def __init__(self, name: str, config: ModelConfig, device: str, dtype: torch.dtype) -> None:
         self.name, self.config = name, config
@@ -134,17 +134,17 @@ class Subject:
         return self._engine
 
     def drop_engine(self) -> None:
-        """Its memory is somebody else's now."""
+        """Free the engine's memory for other uses."""
         self._engine = None
         collect()
 
 
 def make_network(config: ModelConfig, device: str, dtype: torch.dtype) -> Transformer:
-    """Random weights that route at the capacity's rate and write no loops."""
+    """Random weights that route at the capacity's rate and do not generate loops."""
     length = min(CALIBRATION_LENGTH, config.max_seq_len)
     network = make_model(config, device, dtype, length)
     with torch.no_grad():
-        # the norm before it gives each number a size of 1
+        # the norm before the head scales its input to an rms of 1
         spread = network.head.weight.float().std().item() * math.sqrt(config.width)
         network.norm.weight.mul_(LOGIT_SPREAD / spread)
     return network
@@ -156,7 +156,7 @@ def choose_config(model: str, shape: str, sizes: Sizes) -> ModelConfig:
 
 
 def warm_up(engine: Engine) -> float | None:
-    """Seconds to compile ahead; None for an engine that does not, or failed."""
+    """Seconds to compile ahead; None for an engine that does not, or that failed."""
     if not hasattr(engine, "warm_up"):
         return None
     start = time.perf_counter()
@@ -175,14 +175,14 @@ def collect() -> None:
 
 
 def draw_tokens(config: ModelConfig, lengths: Sequence[int], call: int) -> list[list[int]]:
-    """Random prompts, others for each call and the same for each model."""
+    """Random prompts, different for each call but the same for each model."""
     generator = torch.Generator().manual_seed(1000 + call)
     drawn = torch.randint(config.vocab_size, (sum(lengths),), generator=generator)
     return [part.tolist() for part in drawn.split(list(lengths))]
 
 
 def draw_lengths(number: int, sizes: Sizes) -> list[int]:
-    """Uniform, and the same whenever so many are asked for."""
+    """Uniformly distributed lengths, always the same for a given number."""
     low, high = sizes.lengths
     generator = torch.Generator().manual_seed(2)
     return torch.randint(low, high + 1, (number,), generator=generator).tolist()
@@ -199,7 +199,7 @@ def time_generate(
     device: str,
     warm_seconds: float,
 ) -> Timed:
-    """The whole call, several times; what it makes is not longer or shorter than was asked."""
+    """Time the whole call several times; check that outputs have exactly the requested length."""
     times: list[float] = []
     taken: Counter[str] = Counter()
     offered: Counter[str] = Counter()
@@ -210,7 +210,7 @@ def time_generate(
         told = [len(result.samples[0].tokens) for result in made]
         assert told == [wish.max_tokens for wish in params], "a request ended early"
         if len(times) > 1:
-            # at once: what is kept would be walked by the garbage collector in the next call
+            # immediately: kept results would be scanned by the garbage collector in the next call
             count_taken(made, taken, offered)
     shares = {name: taken[name] / count for name, count in offered.items() if count}
     return Timed(times[0], times[1:], shares)
@@ -229,7 +229,7 @@ def is_enough(warm: Sequence[float], warm_seconds: float) -> bool:
 
 
 def count_taken(results: Sequence[Result], taken: Counter[str], offered: Counter[str]) -> None:
-    """Add up routed blocks that were taken, apart for tokens of prompts and new ones."""
+    """Count routed blocks taken, separately for prompt tokens and new ones."""
     for result in results:
         for sample in result.samples:
             blocks, cut = sample.depth.blocks, len(result.prompt)
@@ -239,7 +239,7 @@ def count_taken(results: Sequence[Result], taken: Counter[str], offered: Counter
 
 
 def count_prompt_flops(config: ModelConfig, num_tokens: int) -> float:
-    """What a prompt executes: the pairs that causal order leaves, and logits of one token."""
+    """FLOPs that a prompt executes: causally visible pairs only, and logits of one token."""
     parts = flops.count_parts(config, num_tokens, causal_half=True)
     return sum(parts.values()) - parts["head"] * (num_tokens - 1) / num_tokens
 
@@ -247,22 +247,22 @@ def count_prompt_flops(config: ModelConfig, num_tokens: int) -> float:
 def compute_ideal(
     config: ModelConfig, lengths: Sequence[int], num_new: int, itemsize: int
 ) -> dict[str, float]:
-    """Seconds that a batch would take if only bytes and FLOPs counted.
+    """Seconds that a batch would take if only bytes and FLOPs mattered.
 
-    All requests run at once, however many the engine takes. Prompts cost the FLOPs that they
-    execute, at FLOPS_PER_SECOND, and give each request its first token. Each of the num_new - 1
-    other steps reads the weights once, and the keys and values of all tokens so far, at
+    All requests run at once, however many the engine admits. Prompts cost the FLOPs that they
+    execute, at FLOPS_PER_SECOND, and give each request its first token. Each of the other
+    num_new - 1 steps reads the weights once, and the keys and values of all tokens so far, at
     BYTES_PER_SECOND; its FLOPs, activations and writes are free. A routed block keeps its
-    capacity's share of tokens, decided for each row apart: its weights are read if any of B rows
+    capacity's share of tokens, independently for each row: its weights are read if any of B rows
     takes it, 1 - (1 - share)^B of the time. Its cache holds that share of tokens. Predictors and
-    routers are read always. Nothing is launched, nothing waits, and prompts and steps do not
+    routers are always read. Launches and waiting cost nothing, and prompts and steps do not
     overlap.
     """
     batch, read = len(lengths), config
     if config.routed_layers:
         share = 1 - (1 - config.capacities[0]) ** batch
         read = config.override({"routing.capacity": share})
-    # of an embedding that is no head, a few rows are read
+    # only a few rows of an untied embedding are read
     num_weights = flops.num_parameters(read).active
     if not config.tied_head:
         num_weights -= flops.matrix_sizes(config).head
@@ -285,15 +285,15 @@ def compute_ideal(
 
 
 def measure_device(engine: Engine, sizes: Sizes) -> float | None:
-    """Microseconds a token that one greedy request's kernels and copies take, without the host.
+    """Microseconds per token in the kernels and copies of one greedy request, without the host.
 
-    They are added up. None where the profiler does not work.
+    This is the sum of their times. None if the profiler does not work.
     """
     length, num_new = sizes.single
     prompts, params = draw_tokens(engine.config, [length], 0), list_params("greedy", 1, num_new)
     try:
         for _ in range(2):
-            # the first one pays for the profiler's own start
+            # the first run includes the profiler's startup
             activities = [torch.profiler.ProfilerActivity.CUDA]
             with torch.profiler.profile(activities=activities) as profile:
                 engine.generate(prompts, params)
@@ -305,7 +305,7 @@ def measure_device(engine: Engine, sizes: Sizes) -> float | None:
 
 
 def measure_peak(size: int, device: str, dtype: torch.dtype) -> float:
-    """FLOPs a second of a square matrix product."""
+    """FLOPs per second of a square matrix product."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     for _ in range(3):
         torch.mm(a, b)
@@ -314,7 +314,7 @@ def measure_peak(size: int, device: str, dtype: torch.dtype) -> float:
 
 
 def measure_joules(call: Callable[[int], object], meter: EnergyMeter) -> tuple[float, int]:
-    """Joules of a call, from some seconds of nothing else, and how many calls those were."""
+    """Joules per call, from a few seconds of repeated calls, and the number of calls."""
     call(0)
     torch.cuda.synchronize()
     first, start, count = meter.read_joules(), time.perf_counter(), 0
@@ -326,7 +326,7 @@ def measure_joules(call: Callable[[int], object], meter: EnergyMeter) -> tuple[f
 
 
 class Bench:
-    """The run: what was asked for, and the rows of what was measured."""
+    """The run: its options, and the measured rows."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.parts, self.path, self.shape = list(args.parts), args.json, args.shape
@@ -348,7 +348,7 @@ class Bench:
 
     @contextmanager
     def attempt(self, part: str, model: str | None = None) -> Iterator[None]:
-        """A part whose failure is told and noted, and the run goes on."""
+        """Run a part; report and record a failure, and continue."""
         start, name = time.perf_counter(), part if model is None else f"{part}, {model}"
         try:
             yield
@@ -359,7 +359,7 @@ class Bench:
         self.write()
 
     def add(self, line: str, **row: Any) -> None:
-        """A measurement, for the file and for who is watching."""
+        """Record a measurement, and print it."""
         self.rows.append(row)
         print(line, flush=True)
         self.write()
@@ -384,7 +384,7 @@ class Bench:
                 self.measure_first(model)
 
     def run_model(self, model: str) -> None:
-        """The parts that need a model in this process, of which there is one at a time."""
+        """Run the parts that need a model in this process, one model at a time."""
         measures = {
             "single": self.measure_single,
             "batch": self.measure_batch,
@@ -452,7 +452,7 @@ class Bench:
             ideal = compute_ideal(subject.config, lengths, num_new, self.dtype.itemsize)
             for way in ("greedy", "top-p 0.95"):
                 row = self.time_case(subject, lengths, way, num_new)
-                # since the engine was made: smaller batches came before
+                # since the engine was created: earlier batches were smaller
                 row["cache_bytes_peak"] = subject.engine.stats().cache_bytes_peak
                 row["ideal"] = ideal
                 told = f"{row['tokens_per_second']:,.0f} new tokens/s, {row['warm_s']:.2f} s "
@@ -536,7 +536,7 @@ class Bench:
         self.add(f"memory, {subject.name}: {told}", part="memory", **row)
 
     def measure_transformers(self) -> None:
-        """Greedy, with no end token: every request makes all of its tokens."""
+        """Greedy, without an end token: every request makes all of its tokens."""
         sizes, config = self.sizes, choose_config("dense", self.shape, self.sizes)
         number, num_new = sizes.many, sizes.num_new
         lengths = draw_lengths(number, sizes)
@@ -545,7 +545,7 @@ class Bench:
             model = make_llama(config, **fields).to(self.dtype).eval()
         calls = {"generate": call_padded, "generate_batch": call_continuous}
         if self.device == "cpu":
-            # it is made for GPUs, and takes most of a machine's memory for its cache
+            # designed for GPUs: its cache would take most of a machine's memory
             del calls["generate_batch"]
             print("transformers, generate_batch: measured on a GPU only", flush=True)
         for what, call in calls.items():
@@ -577,9 +577,9 @@ class Bench:
             model.destroy_cached_continuous_batching_manager()
 
     def measure_first(self, model: str) -> None:
-        """Two fresh processes, whose caches on disk are empty for the first one."""
+        """Two fresh processes; the disk caches are empty for the first one."""
         with tempfile.TemporaryDirectory() as folder:
-            # nothing is compiled for a CPU, so that its second process would be the first again
+            # nothing is compiled for a CPU, so a second process would only repeat the first
             states = ("empty",) if self.device == "cpu" else ("empty", "filled")
             for number, caches in enumerate(states):
                 start = time.perf_counter()
@@ -608,7 +608,7 @@ def call_padded(model: Any, prompts: list[list[int]], num_new: int) -> list[list
 
 
 def call_continuous(model: Any, prompts: list[list[int]], num_new: int) -> list[list[int]]:
-    """Continuous batching of transformers; its manager stays for the next call where it can."""
+    """Continuous batching of transformers; its manager is kept for the next call if possible."""
     from transformers import GenerationConfig
 
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
@@ -620,7 +620,7 @@ def call_continuous(model: Any, prompts: list[list[int]], num_new: int) -> list[
 
 
 def run_fresh(model: str, shape: str, device: str, caches: Path) -> dict[str, Any]:
-    """What `measure_fresh` finds in a process of its own."""
+    """Run `measure_fresh` in a new process."""
     command = [sys.executable, __file__, "--fresh", model, "--shape", shape]
     command += ["--cpu"] if device == "cpu" else []
     names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME")
@@ -634,7 +634,7 @@ def run_fresh(model: str, shape: str, device: str, caches: Path) -> dict[str, An
 
 
 def measure_fresh(model: str, shape: str, device: str) -> dict[str, Any]:
-    """Seconds of a mixed batch from the first call on, in a process that did nothing before."""
+    """Seconds of a mixed batch from the first call on, in a fresh process."""
     sizes = SMOKE if shape == "smoke" else REAL
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     network = make_network(choose_config(model, shape, sizes), device, dtype)
@@ -650,7 +650,7 @@ def measure_fresh(model: str, shape: str, device: str) -> dict[str, Any]:
     while len(times) < 3 or (len(times) < most and sum(times[1:]) < FRESH_SECONDS):
         prompts = draw_tokens(network.config, lengths, len(times))
         times.append(time_call(lambda p=prompts: engine.generate(p, params), device))
-    # last, and in a process that ends here: a profiler slows down what comes after it
+    # last, in a process that ends here: a profiler slows down everything after it
     device_us = measure_device(engine, sizes) if device == "cuda" else None
     return {
         "device_us_per_token": device_us,
@@ -673,7 +673,7 @@ def find_version(name: str) -> str | None:
 
 
 def tell_shares(row: dict[str, Any]) -> str:
-    """Of routed blocks, where there are any."""
+    """Format the fractions of routed blocks taken, if there are any."""
     told = {"share_prompt": "of prompts", "share_new": "of new tokens"}
     parts = [f"{row[name]:.1%} {what}" for name, what in told.items() if name in row]
     return f"; routed {', '.join(parts)}" if parts else ""
@@ -689,7 +689,7 @@ def print_table(title: str, names: Sequence[str], lines: Sequence[Sequence[str]]
 
 
 def pair_rows(rows: list[dict], part: str, *keys: str) -> Iterator[tuple[dict, dict]]:
-    """Each case's dense row and MoD row; an empty one where that was not measured."""
+    """Each case's dense row and MoD row; empty if not measured."""
     seen: list[dict[str, Any]] = []
     for row in rows:
         key = {"part": part, **{name: row.get(name) for name in keys}}
@@ -713,7 +713,7 @@ def tell_share(mod: dict) -> str:
 
 
 def print_summary(rows: list[dict]) -> None:
-    """All parts as Markdown; ratios are how many times the MoD is better."""
+    """Print all parts as Markdown; ratios are the factor by which MoD is better."""
     names = ["request", "dense µs a token", "MoD", "ratio", "over greedy: dense", "MoD"]
     names += ["first call: dense", "MoD", "on the device: dense", "MoD", "routed"]
     lines = []
@@ -824,7 +824,7 @@ def parse_arguments() -> argparse.Namespace:
         option = {"action": "store_const", "const": model, "dest": "only"}
         only.add_argument(f"--{model}-only", **option)
     parser.add_argument("--json", type=Path, help="also write the measurements here")
-    # for the part `first`, which starts this file again
+    # for the part `first`, which runs this file again
     parser.add_argument("--fresh", choices=tuple(ROUTING), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not args.cpu and not torch.cuda.is_available():
@@ -836,7 +836,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     if args.cpu and args.shape == "smoke":
-        # a model so small only waits for its second thread
+        # with a model this small, a second thread only adds waiting
         torch.set_num_threads(1)
     if args.fresh:
         found = measure_fresh(args.fresh, args.shape, "cpu" if args.cpu else "cuda")

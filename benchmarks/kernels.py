@@ -1,9 +1,9 @@
-"""Each Triton kernel against what torch.compile makes of its reference, on one GPU.
+"""Each Triton kernel against its reference under torch.compile, on one GPU.
 
     python benchmarks/kernels.py
 
-The kernels of `depthmix.kernels.triton` must win here to stay. Each is checked before it is timed.
-Times are medians of CUDA-graph replays.
+The kernels in `depthmix.kernels.triton` are kept only if they win here. Each is checked before it
+is timed. Times are medians of CUDA-graph replays.
 """
 
 import platform
@@ -21,7 +21,7 @@ SHAPES = {"large": (16, 2048, 1024, 256, 32768), "small": (32, 1024, 512, 128, 1
 
 
 def time_graph(function: Callable[[], object]) -> float:
-    """Microseconds of one call, many of them replayed as a graph."""
+    """Microseconds per call, with many calls replayed as a graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

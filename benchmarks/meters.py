@@ -1,4 +1,4 @@
-"""What a repeated step costs: its time, its energy, its kernels."""
+"""The cost of a repeated step: its time, its energy, its kernels."""
 
 import ctypes
 import platform
@@ -18,7 +18,7 @@ def synchronize(device: str) -> None:
 
 
 def time_steps(step: Callable[[], object], device: str, num_steps: int) -> list[float]:
-    """Microseconds of each of `num_steps` steps, after some that are not counted."""
+    """Microseconds of each of `num_steps` steps, after some uncounted ones."""
     for _ in range(WARM_STEPS):
         step()
     synchronize(device)
@@ -38,7 +38,7 @@ def time_steps(step: Callable[[], object], device: str, num_steps: int) -> list[
 
 
 def time_call(function: Callable[[], object], device: str) -> float:
-    """Seconds of one call by the clock, with all that it started on the device."""
+    """Wall-clock seconds of one call, including all device work that it started."""
     synchronize(device)
     start = time.perf_counter()
     function()
@@ -47,17 +47,17 @@ def time_call(function: Callable[[], object], device: str) -> float:
 
 
 class EnergyMeter:
-    """The GPU's own counter of Joules, asked of the driver's library.
+    """The GPU's own counter of Joules, read from the driver's library.
 
-    By ctypes, because that library comes with every driver and a Python package for it does not.
+    Via ctypes, because every driver ships that library, but not a Python package for it.
     """
 
     def __init__(self) -> None:
-        """Raises OSError with a sentence where there is no such counter."""
+        """Raises OSError with an explanation if there is no such counter."""
         self.nvml = ctypes.CDLL("libnvidia-ml.so.1")
         self.ask("nvmlInit_v2")
         self.handle = ctypes.c_void_p()
-        # torch's numbers follow CUDA_VISIBLE_DEVICES and the driver's do not
+        # torch's device numbers follow CUDA_VISIBLE_DEVICES, but the driver's do not
         uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
         self.ask("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(self.handle))
         self.read_joules()
@@ -68,14 +68,14 @@ class EnergyMeter:
             raise OSError(f"{name} answered {code}")
 
     def read_joules(self) -> float:
-        """Since the driver was loaded."""
+        """Joules since the driver was loaded."""
         millijoules = ctypes.c_ulonglong()
         self.ask("nvmlDeviceGetTotalEnergyConsumption", self.handle, ctypes.byref(millijoules))
         return millijoules.value / 1e3
 
 
 def open_meter(device: str) -> EnergyMeter | None:
-    """The device's counter; None, with a word about it, where there is none."""
+    """The device's counter; prints a note and returns None if there is none."""
     if device == "cpu":
         return None
     try:
@@ -93,9 +93,9 @@ def name_device(device: str) -> str:
 
 
 def measure_energy(step: Callable[[], object], meter: EnergyMeter) -> float:
-    """Joules of one step, from some seconds of nothing else; the whole board, idle power included.
+    """Joules per step, from a few seconds of repeated steps; whole board, including idle power.
 
-    The counter moves some ten times a second, so shorter loops would not tell.
+    The counter is updated about ten times a second, so shorter loops would be too inaccurate.
     """
     num_steps = 0
     torch.cuda.synchronize()
@@ -104,7 +104,7 @@ def measure_energy(step: Callable[[], object], meter: EnergyMeter) -> float:
         for _ in range(50):
             step()
         num_steps += 50
-        # else the host would queue steps for much longer than the clock says
+        # otherwise the host would queue far more steps than run in the measured time
         torch.cuda.synchronize()
     return (meter.read_joules() - first) / num_steps
 

@@ -1,13 +1,13 @@
-"""The row kernels of a packed step: products of the places that are taken against cuBLAS.
+"""The row kernels of a packed step: products of the occupied places against cuBLAS.
 
-    python benchmarks/places.py                     # all of it
-    python benchmarks/places.py --quick             # only the tunings that are chosen by themselves
-    python benchmarks/places.py --save times.json   # every tuning's time, to fit `choose_tuning` to
+    python benchmarks/places.py                     # everything
+    python benchmarks/places.py --quick             # only the tunings chosen by default
+    python benchmarks/places.py --save times.json   # every tuning's time, to fit `choose_tuning`
 
-Needs a GPU. A product has 2,048 places, of which some are taken; cuBLAS multiplies just these rows,
-which it could not know. Times are medians of replays of a CUDA graph that holds several calls with
-weights of their own, so that they come from memory as in a model. Each is checked before it is
-timed. Much of the run is compiling.
+Needs a GPU. A product has 2,048 places, some of them occupied; cuBLAS multiplies just these rows,
+which in a real step it could not know. Times are medians of replays of a CUDA graph of several
+calls, each with its own weights, so that these come from memory as in a model. Each is checked
+before it is timed. Much of the run is compiling.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from depthmix.kernels.decode.places import PROCESSORS, PlaceTuning
 
 NUM_PLACES = 2048
 COUNTS = (64, 128, 256, 384, 512)
-# columns, outputs, and how many places are taken
+# columns, outputs, and numbers of occupied places
 SHAPES = (
     (2048, 6144, COUNTS),
     (2048, 2048, COUNTS),
@@ -41,21 +41,21 @@ SHAPES = (
 )
 TILES = (
     *(tile.tuning for tile in places.TILES),
-    # tiles that `choose_tuning` does not take
+    # tiles that `choose_tuning` does not use
     PlaceTuning(64, 64, 64, 4, 4, programs=3 * PROCESSORS),
     PlaceTuning(64, 128, 64, 4, 8),
     PlaceTuning(64, 256, 64, 8, 5),
     PlaceTuning(128, 128, 64, 4, 3, programs=2 * PROCESSORS),
 )
 SPLITS = (1, 2, 3, 4, 8)
-# bytes that are read in turn: together more than the second-level cache holds
+# bytes read in turn: more than the L2 cache holds
 COLD_BYTES = 128 << 20
 MOST_CALLS = 48
 NUM_REPLAYS = 8
 
 
 def time_calls(functions: Sequence[Callable[[], object]]) -> float:
-    """Median microseconds of one call, all of them in turn."""
+    """Median microseconds per call, over all of them in turn."""
     for function in functions[:1]:
         function()
     torch.cuda.synchronize()
@@ -94,7 +94,7 @@ def count_copies(num_bytes: int) -> int:
 
 
 def list_tunings(width: int) -> list[PlaceTuning]:
-    """Every tile, whole and in parts of at least four blocks of columns."""
+    """Every tile, whole and split into parts of at least four blocks of columns."""
     return [
         tile._replace(splits=splits)
         for tile in TILES
@@ -130,7 +130,7 @@ def time_product(
         us_cublas = time_calls([call_cublas(weight, number) for weight in weights])
         torch.mm(source[:number], weights[-1].T, out=truth[:number])
         chosen = places.choose_tuning(number, num_out, width, torch.bfloat16)
-        # what is not aligned is compiled once more for each tile
+        # skipped for unaligned shapes, which would be compiled again for each tile
         others = [] if quick or num_out % 16 else list_tunings(width)
         found = {}
         for tuning in dict.fromkeys((chosen, *others)):
@@ -157,7 +157,7 @@ def time_product(
 
 
 def time_rows() -> None:
-    """The other kernels, with all places taken and with an eighth of them."""
+    """Time the other kernels, with all places occupied and with an eighth of them."""
     num_tokens, width, hidden_width, num_units = 2048, 2048, 5504, 64
     half = {"device": "cuda", "dtype": torch.bfloat16}
     whole = {"device": "cuda", "dtype": torch.int32}
@@ -240,7 +240,7 @@ def time_rows() -> None:
     }
     print_times(calls, f"{num_tokens} tokens")
     for number in (num_tokens, num_tokens // 4):
-        # as they come from memory
+        # several, so that they come from memory
         streams = [
             torch.randn(number, width, **half) for _ in range(count_copies(2 * number * width))
         ]

@@ -1,13 +1,13 @@
-"""Steps of few rows: what a dense and a routed block cost, and how their kernels are tuned.
+"""Steps of few rows: the cost of a dense and a routed block, and the tuning of their kernels.
 
     python benchmarks/rows.py                      # blocks, kernels, tunings and attention
     python benchmarks/rows.py blocks kernels       # only some of these
 
-Needs a GPU; without one it only checks tiny shapes, interpreted. Blocks are those of a random model
-of width 2,048 in bf16, whose rows have 600 tokens behind them (routed blocks: 75). A routed block
-keeps so many rows because those are among the first of their sequence. Times are medians of replays
-of a CUDA graph; a block's is the difference between stacks with more and fewer of them. Before a
-tuning is timed, its results are compared with those of the first one.
+Needs a GPU; without one it only checks tiny shapes in the interpreter. Blocks are those of a random
+model of width 2,048 in bf16, whose rows hold 600 tokens (routed blocks: 75). A routed block keeps
+the intended rows because those are among the first of their sequence. Times are medians of replays
+of a CUDA graph; a block's time is the difference between stacks with more and fewer blocks. Before
+a tuning is timed, its results are compared with those of the first one.
 """
 
 import argparse
@@ -43,13 +43,13 @@ BATCHES = (2, 8, 16, 64) if ON_GPU else (5,)
 DENSE_ROWS = (8, 16) if ON_GPU else (5,)
 # rows that a routed block keeps
 KEPT = (0, 1, 8)
-# blocks of a stack, and how many more the larger one has
+# blocks of the smaller stack, and how many more the larger one has
 FEW_BLOCKS, MORE_BLOCKS = (4, 4) if ON_GPU else (1, 1)
 NUM_REPLAYS = 30
 
 
 def change(kinds: Iterable[str], **fields: int) -> dict[str, RowTuning]:
-    """The tunings of some kernels with other fields."""
+    """The tunings of some kernels with changed fields."""
     return {kind: TUNINGS[kind]._replace(**fields) for kind in kinds}
 
 
@@ -73,10 +73,10 @@ TRIED = {
     "decide: 512 columns": change(["decide"], block=512, num_warps=8),
     "decide: 8 warps": change(["decide"], num_warps=8),
 }
-"""Tunings beside those that are used."""
-# rows, and how many of them a routed block keeps, where tunings are tried
+"""Alternatives to the tunings in use."""
+# rows, and how many of them a routed block keeps, for comparing tunings
 CASES = ((8, 0), (8, 1), (8, 8), (64, 8)) if ON_GPU else ((5, 1),)
-# tokens at a time, stages, programs
+# tokens per block, stages, programs
 ATTENTION = [
     (16, 2, 1024),
     (16, 3, 1024),
@@ -112,14 +112,14 @@ def make_weights(num_layers: int, num_routes: int) -> Weights:
         head=make(NUM_CLASSES, WIDTH, scale=WIDTH**-0.5),
         router=make(num_routes, WIDTH, dtype=torch.float32) if num_routes else None,
         predictor_in=make(num_routes, NUM_UNITS, WIDTH) if num_routes else None,
-        # nobody wishes to stay
+        # no token wishes to be kept
         predictor_out=make(num_routes, NUM_UNITS, scale=0) if num_routes else None,
         predictor_bias=make(num_routes, scale=0) - 1 if num_routes else None,
     )
 
 
 class Stack:
-    """Some blocks, routed where the pattern says R, and a step in which every row decodes."""
+    """Some blocks, routed where the pattern has an R, and a step in which every row decodes."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Stack:
         return logits
 
     def find_results(self) -> tuple[Tensor, Tensor]:
-        """Logits and x of a step, after another one that was the same."""
+        """Logits and x of a step, after another identical step."""
         self.run()
         logits = self.run().float().clone()
         assert (self.taken.sum(dim=1) == self.num_kept).all()
@@ -234,7 +234,7 @@ def time_blocks() -> None:
 
 
 def time_kernels() -> None:
-    """Each kernel of a step by itself, as the profiler sees it."""
+    """Time each kernel of a step separately, with the profiler."""
     print("\n| rows | kept | kernel | programs | launches | us |")
     print("| --- | --- | --- | --- | --- | --- |")
     for num_rows, num_kept in ((8, 1), (64, 8)):
@@ -269,7 +269,7 @@ def profile(work: Callable[[], object]) -> dict[tuple[str, str], list[float]]:
 
 
 def time_tunings() -> None:
-    """Dense and routed blocks under several tunings, which are compiled side by side."""
+    """Time dense and routed blocks under several tunings, which are compiled in parallel."""
     names = list(TRIED)[: None if ON_GPU else 2]
     few, more = FEW_BLOCKS, FEW_BLOCKS + MORE_BLOCKS
     kinds = [("D" * number, num_rows, 0) for number in (few, more) for num_rows in DENSE_ROWS]
@@ -282,7 +282,7 @@ def time_tunings() -> None:
     print(f"\n| tuning | {' | '.join(told)} |")
     print("|---" * (1 + len(told)) + "|")
     truths = {kind: stacks[names[0], *kind].find_results() for kind in kinds}
-    # a routed block's rows beside dense blocks that few rows' kernels do not compute
+    # a routed block's rows beside dense blocks that the few-row kernels do not compute
     for _, num_rows, _ in kinds:
         alone = ("D" * few, num_rows, 0)
         if (names[0], *alone) not in stacks:
@@ -306,7 +306,7 @@ def time_tunings() -> None:
 
 
 def time_attention() -> None:
-    """Steps of dense blocks under several cuts of attention."""
+    """Time steps of dense blocks under several ways to split attention."""
     print("\n| rows | tokens, stages, programs | dense block, us |")
     print("| --- | --- | --- |")
     names = ("ALONE_PARTS", "ALONE_WHOLE", "PROGRAMS")

@@ -1,15 +1,16 @@
-"""Time of a training step at shapes that nobody tuned: odd vocabularies, lengths and widths.
+"""Time of a training step at untuned shapes: odd vocabularies, lengths and widths.
 
     python benchmarks/shapes.py                         # all shapes on one GPU, a table
     python benchmarks/shapes.py --shape gpt2 gpt2-even  # what a vocabulary of 50,257 costs
     python benchmarks/shapes.py --shape smoke --cpu     # does it run at all
 
 Steps, processes and turns are those of train_step.py; here all shapes take turns with each other,
-so that any two rows of the table can be compared. `× even` is the time over that of the same model
-with the next vocabulary that is a multiple of 64. `FLOPs allow` is dense FLOPs over the model's,
-with causal attention as the half that is computed.
+so that any two rows of the table can be compared. `× even` is the time relative to the same model
+with the vocabulary rounded up to a multiple of 64. `FLOPs allow` is dense FLOPs over the model's,
+with causal attention counted as the half that is computed.
 
-All models lie on the GPU together, some 100 GiB of the default ones: on a smaller one, name a few.
+All models are on the GPU at the same time, about 100 GiB for the default ones: on a smaller GPU,
+select a few.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from train_step import Remote
 
 MODELS = ("dense", "mod")
 ALIKE = {"gpt2": "gpt2-even", "smoke-odd": "smoke"}
-"""Shapes that differ in their vocabulary alone."""
+"""Shapes that differ only in their vocabulary."""
 
 _GPT2 = {"width": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 4, "max_seq_len": 4096}
 _SMOKE = {"width": 64, "num_layers": 2, "num_heads": 2, "max_seq_len": 50}
@@ -50,7 +51,7 @@ SHAPES: dict[str, tuple[dict[str, int], int, int]] = {
 DEFAULT = [name for name in SHAPES if not name.startswith("smoke")]
 WARM_ROUNDS, ROUNDS = 1, 3
 
-# here and not in main(): a model's process imports this file again before it makes its model
+# here and not in main(): a model's process imports this file again before creating its model
 for _name, (_fields, _vocabulary, _batch) in SHAPES.items():
     train_step.SHAPES[_name] = _fields
     train_step.VOCABULARY[_name], train_step.BATCH[_name] = _vocabulary, _batch
@@ -65,10 +66,10 @@ def describe_shape(shape: str) -> str:
 
 
 def measure(names: list[tuple[str, str]], device: str, graph: bool) -> list[dict]:
-    """Rows of the table; every model is there from the beginning to the end."""
+    """Rows of the table; every model stays loaded from beginning to end."""
     remotes = {(s, m): Remote(m, s, device, graph) for s, m in names}
     for name, remote in remotes.items():
-        # a process that dies closes its end
+        # a process that dies closes its end of the pipe
         try:
             assert remote.pipe.recv() == "ready"
         except EOFError:

@@ -4,10 +4,10 @@
     python benchmarks/train_loop.py --data data            # 220m and its dense twin on one GPU
     python benchmarks/train_loop.py --preset tiny --steps 20 --cpu vocab_size=4096  # does it run
 
-For each model, first the step alone on random tokens, as `benchmarks/train_step.py` times it, then
-`depthmix train` as a user starts it, with documents, metrics, validation and checkpoints. Its time
-is the median of the metrics' own seconds per step, which leave out validation and saving; `all` is
-from the first line of metrics to the last by the clock, with everything in it.
+For each model, first the step alone on random tokens, as timed by `benchmarks/train_step.py`, then
+`depthmix train` as a user runs it, with documents, metrics, validation and checkpoints. Its time is
+the median of the metrics' own seconds per step, which exclude validation and saving; `all` is the
+wall-clock time from the first line of metrics to the last, including everything.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from depthmix.train.step import TrainStep
 
 
 def time_bare(run: RunConfig, device: str, num_steps: int) -> float:
-    """Median milliseconds of a step without anything around it."""
+    """Median milliseconds of a bare step."""
     torch.manual_seed(0)
     on_gpu = device == "cuda"
     model = Transformer(run.model).to(device)
@@ -62,7 +62,7 @@ def time_bare(run: RunConfig, device: str, num_steps: int) -> float:
 
 
 def time_loop(preset: str, args: argparse.Namespace, device: str) -> dict:
-    """What `depthmix train` says about itself."""
+    """Measurements from the metrics of `depthmix train`."""
     with tempfile.TemporaryDirectory() as folder:
         out = (args.runs or Path(folder)) / preset
         command = [sys.executable, "-m", "depthmix", "train", "--preset", preset, "--out", str(out)]

@@ -1,4 +1,4 @@
-"""Time of one training step: Mixture-of-Depths, its dense twin, and what one would use instead.
+"""Time of one training step: Mixture-of-Depths, its dense twin, and common alternatives.
 
     python benchmarks/train_step.py                          # both shapes on one GPU, a table
     python benchmarks/train_step.py --models dense mod plain hf-llama --json out.json
@@ -6,10 +6,10 @@
     python benchmarks/train_step.py --shape smoke --cpu      # does it run at all
 
 A step is forward, backward and fused AdamW, in bf16 with float32 master weights, compiled. depthmix
-replays whole steps as CUDA graphs unless --no-graph; the baselines run as torch.compile left them.
+replays whole steps as CUDA graphs unless --no-graph; the baselines run as torch.compile made them.
 
-Every model lives in a process of its own, so that all compile at once. A GPU at its power limit
-slows down as it warms up, so the models then take turns, a few steps each, and only one works at a
+Every model has its own process, so that all compile in parallel. A GPU at its power limit slows
+down as it warms up, so the models then take turns, a few steps each, with only one running at a
 time; a time is the median over all turns.
 """
 
@@ -79,7 +79,7 @@ class Runner:
 
     def take_turn(self) -> list[float]:
         """Milliseconds of each step of a turn."""
-        # the first step of a turn pays for the change of models
+        # the first step of a turn includes the cost of switching models
         self.step(*self.batch)
         if self.device == "cpu":
             marks = [time.perf_counter()]
@@ -111,7 +111,7 @@ class Runner:
 
 
 def serve(pipe: Connection, *what: object) -> None:
-    """A model's process: does what it is told, one word at a time."""
+    """A model's process: executes commands, one word each."""
     runner = Runner(*what)
     pipe.send("ready")
     while (word := pipe.recv()) != "stop":
@@ -119,7 +119,7 @@ def serve(pipe: Connection, *what: object) -> None:
 
 
 class Remote:
-    """The other end of a model's process."""
+    """The parent's handle on a model's process."""
 
     def __init__(self, *what: object) -> None:
         context = get_context("spawn")

@@ -1,14 +1,14 @@
-"""What trained models cost to train and to sample: for the best dense and the best routed one.
+"""The cost of training and sampling trained models: for the best dense and the best routed one.
 
     python benchmarks/trained.py runs/isoflop/4e15/{dense/w224-l8-s0,mod/w224-l14-s0}
     python benchmarks/trained.py RUN RUN --cpu --batch 1 --tokens 64 --json out.json
 
-For each run: milliseconds of a training step of its own batch, alone on the device (on a GPU
-compiled, in bf16 and as a CUDA graph). Then, with its weights, microseconds a token through the
-whole engine at temperature 1 from the beginning of a document, the share of blocks that were run,
-the most bytes of keys and values in use, and Joules a token where the driver tells. On a GPU also
-what the device alone takes for it: its recorded step over the same documents, which draws the best
-tokens only, without the host.
+For each run: milliseconds of a training step with its own batch, alone on the device (on a GPU
+compiled, in bf16 and as a CUDA graph). Then, with its weights, microseconds per token through the
+whole engine at temperature 1 from the beginning of a document, the fraction of blocks run, the peak
+bytes of keys and values in use, and Joules per token if the driver reports them. On a GPU also the
+time on the device alone: its recorded step over the same documents, which only draws the best
+tokens, without the host.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def time_training(recipe: RunConfig, device: str) -> float:
     with torch.device(device):
         network = Transformer(config)
     if on_gpu:
-        # one by one: equal layers share their code, which is there in seconds
+        # layer by layer: equal layers share their code, which compiles in seconds
         compile_layers(network)
     optimizers = make_optimizers(network, recipe.train, capturable=on_gpu)
     precision = torch.bfloat16 if on_gpu else None
@@ -58,12 +58,12 @@ def time_training(recipe: RunConfig, device: str) -> float:
 def measure_sampling(
     path: Path, device: str, batch: int, num_tokens: int, meter: EnergyMeter | None
 ) -> dict[str, float | int]:
-    """A batch of new documents, of which each is as long as was asked."""
+    """Sample a batch of new documents, each exactly as long as requested."""
     model = open_model(path)
     engine = Engine(place_network(model, device), max_batch=batch)
     prompts = [model.vocabulary.encode("")] * batch
     params = [SamplingParams(max_tokens=num_tokens, temperature=1, seed=n) for n in range(batch)]
-    # the first ones build what later ones use again
+    # the first calls build what later ones reuse
     engine.generate(prompts, params)
     engine.generate(prompts, params)
     before = 0.0 if meter is None else meter.read_joules()

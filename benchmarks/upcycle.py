@@ -1,12 +1,13 @@
-"""What upcycling costs: one dense model made cheaper in several ways, each healed, side by side.
+"""The cost of upcycling: one dense model made cheaper in several ways, each healed, compared.
 
     python benchmarks/upcycle.py models/SmolLM2-135M --data data --out runs/upcycle --steps 1000
     python benchmarks/upcycle.py MODEL --data data --out OUT --steps 300 --only dense,least-10
 
-The ways are in a file (`upcycle.toml` beside this one). Each is an ordinary run of `depthmix
-upcycle` and `depthmix train --from`, `--jobs` of them at a time; what is finished is kept, what was
-stopped goes on. A way that learns from another (`train.teacher`) waits for it. Then the original
-and every run are measured on the same validation text under top-k and causal decisions.
+The variants are in a file (`upcycle.toml` beside this one). Each is an ordinary run of `depthmix
+upcycle` and `depthmix train --from`, `--jobs` of them at a time; finished runs are kept, and
+interrupted ones are resumed. A variant that learns from another (`train.teacher`) waits for it.
+Then the original and every run are evaluated on the same validation text under top-k and causal
+decisions.
 """
 
 import argparse
@@ -28,7 +29,7 @@ DEPTHMIX = (sys.executable, "-m", "depthmix")
 
 
 def heal(args: argparse.Namespace, name: str, fields: dict[str, Any]) -> Path:
-    """A way's finished run; raises CalledProcessError where it failed, and its log says why."""
+    """A variant's finished run; raises CalledProcessError if it failed (its log says why)."""
     run, source = args.out / name, args.model
     if run.exists() and is_finished(run, args.steps):
         return run
@@ -54,7 +55,7 @@ def heal(args: argparse.Namespace, name: str, fields: dict[str, Any]) -> Path:
 
 
 def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """What `depthmix eval` says about a model."""
+    """The output of `depthmix eval` for a model."""
     words = ("eval", path, "--data", args.data, "--seq-len", args.seq_len, "--json")
     limit = () if args.val_tokens is None else ("--max-tokens", args.val_tokens)
     command = [*DEPTHMIX, *map(str, (*words, *limit))]
@@ -62,10 +63,10 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
 
 
 def pick(told: dict[str, Any]) -> dict[str, Any]:
-    """What of it goes into the table."""
+    """Select the table's columns."""
     text = told["text"]
     rules = text["rules"]
-    # of a dense model there is one
+    # a dense model has a single rule
     trained, used = rules.get("topk") or rules["dense"], rules.get("causal") or rules["dense"]
     return {
         "share": text["flops_of_dense"],
@@ -88,7 +89,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Loss against forward FLOPs."""
+    """Plot loss against forward FLOPs."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
@@ -96,7 +97,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         place = (100 * row["share"], row["loss"])
         axes.plot(*place, "o", color="tab:orange" if row["share"] < 1 else "tab:blue")
         axes.annotate(row["name"], place, xytext=(5, 3), textcoords="offset points", fontsize=8)
-    # room for the names at the right
+    # room for the names on the right
     axes.margins(x=0.18, y=0.08)
     axes.set(xlabel="forward FLOPs, % of dense", ylabel="validation loss, causal")
     figure.savefig(path, dpi=150)
@@ -127,7 +128,7 @@ def main() -> None:
     def work(name: str) -> Path:
         fields = dict(ways[name])
         if teacher := fields.get("train.teacher"):
-            # which may have been healed before
+            # the teacher may have been healed in an earlier run
             run = started[teacher].result() if teacher in started else args.out / teacher
             fields["train.teacher"] = str(run)
         print(f"{name}: healing, see {args.out / name}.log", flush=True)

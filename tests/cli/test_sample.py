@@ -365,7 +365,7 @@ def test_the_models_length_is_told(ask: Ask) -> None:
         (["--repetition-penalty", "0"], "--repetition-penalty 0.0 must be a positive number"),
         (["--n", "0"], "--n 0 must be at least 1"),
         (["--seed", "9" * 30], "must fit in 64 bits"),
-        (["--stop", ""], "stop must not hold an empty string"),
+        (["--stop", ""], "stop must not contain an empty string"),
         (["--keep-newline"], "--keep-newline is for --file: add it"),
         (["--batch", "0"], "--batch 0 must be at least 1"),
         (["--device", "tpu"], "--device tpu is neither cpu nor cuda"),

@@ -23,7 +23,7 @@ def make_cache(*, page_size: int = 4, num_rows: int = 3, num_pages: int = 400) -
     sizes = (num_pages, page_size, CONFIG.num_layers, num_rows)
     pages = Pages(*sizes, longest=CONFIG.max_seq_len)
     cache = PagedCache(CONFIG, pages, device=CPU, dtype=torch.float64)
-    # whatever was not stored must not be read
+    # unwritten entries must not be read
     cache.key.fill_(torch.nan)
     cache.value.fill_(torch.nan)
     return cache
@@ -36,7 +36,7 @@ def make_place(positions: Sequence[int], documents: Sequence[int] | None) -> Pla
 
 
 def attend_by_hand(query_NH: Tensor, key_SGH: Tensor, value_SGH: Tensor) -> Tensor:
-    """One query over all of these keys."""
+    """Attention of one query over all of these keys."""
     repeat = NUM_HEADS // KV_HEADS
     key_SNH, value_SNH = (t.repeat_interleave(repeat, dim=1) for t in (key_SGH, value_SGH))
     weight_NS = (torch.einsum("nh,snh->ns", query_NH, key_SNH) / WIDTH**0.5).softmax(dim=1)
@@ -44,7 +44,7 @@ def attend_by_hand(query_NH: Tensor, key_SGH: Tensor, value_SGH: Tensor) -> Tens
 
 
 class Row:
-    """What a test knows of a row: all that it stored in one layer."""
+    """A test's model of a row: everything it stored in one layer."""
 
     def __init__(self) -> None:
         self.key = torch.empty(0, KV_HEADS, WIDTH, dtype=torch.float64)
@@ -61,7 +61,7 @@ def run_step(
     *,
     own: bool,
 ) -> None:
-    """Attend once: row -> (tokens, those that ask, those that offer), and check each query."""
+    """Attend once: row -> (tokens, queries among them, keys among them); check each query."""
     spans = [Span(row, rows[row].num_tokens, count) for row, (count, _, _) in asked.items()]
     for span in spans:
         assert cache.pages.reserve(span.row, span.count)
@@ -93,7 +93,7 @@ def run_step(
         state.positions += [starts[row] + t for t in offering]
         num_pairs = 0
         for token in asking:
-            # keys are in order, so that those at or before the query come first
+            # keys are in order, so those at or before the query come first
             visible = sum(p <= starts[row] + token for p in state.positions)
             expected = attend_by_hand(
                 query[0, query_at], state.key[:visible], state.value[:visible]
@@ -115,7 +115,7 @@ def run_step(
 def test_attention_over_pages_equals_one_query_at_a_time(
     data: st.DataObject, page_size: int, own: bool
 ) -> None:
-    """Any steps of any rows, kept tokens only; also where others than the queries offer keys."""
+    """Any steps of any rows, kept tokens only; also when keys come from other tokens."""
     torch.manual_seed(0)
     cache, rows = make_cache(page_size=page_size), [Row() for _ in range(3)]
     for _ in range(data.draw(st.integers(1, 5))):
@@ -141,7 +141,7 @@ def test_a_row_that_left_is_not_seen_by_its_follower() -> None:
         run_step(cache, rows, 2, {step % 2: (3, tokens, tokens)}, own=True)
         cache.pages.release(step % 2)
         rows[step % 2] = Row()
-        # another row takes the pages in between, so that they come back in another order
+        # the other row takes pages in between, so that a row's pages are not in order
         run_step(cache, rows, 2, {1 - step % 2: (1, [0], [0])}, own=True)
 
 
@@ -191,7 +191,7 @@ def test_tables_follow_the_books() -> None:
     for layer in range(CONFIG.num_layers):
         for row in range(3):
             assert told[layer, row, :4].tolist() == cache.pages.list_pages(row, layer)
-    # what a failed step left there
+    # as left by a failed step
     cache.tables.fill_(0)
     cache.send_tables()
     assert torch.equal(cache.tables[:, :, :4], told[:, :, :4])
@@ -237,7 +237,7 @@ def test_a_step_takes_the_tokens_that_it_was_made_for() -> None:
 
 
 def test_a_narrower_cache_rounds_keys_and_values_only() -> None:
-    """One token alone takes a shorter way than several do."""
+    """A single token takes a shorter code path than several."""
     outcomes: list[Any] = []
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)

@@ -14,7 +14,7 @@ from variants import causal_cases, make_config, make_model, make_tokens
 
 CASES = causal_cases()
 
-# Two blocks of width 4, the second one routed: an example for a pencil.
+# Two blocks of width 4, the second one routed: small enough to check by hand.
 SMALL = ModelConfig(
     vocab_size=10,
     max_seq_len=16,
@@ -25,7 +25,7 @@ SMALL = ModelConfig(
     mlp_width=3,
     routing=RoutingConfig(strategy="expert_choice", capacity=0.5, every=2, predictor_width=5),
 )
-# two heads of width 2, one for keys and for values
+# two query heads of width 2, and one head each for keys and values
 QUERY_OUT, KEY_VALUE, MLP, HEAD = 2 * 4 * 4, 2 * 4 * 2, 3 * 4 * 3, 4 * 10
 BLOCK = QUERY_OUT + KEY_VALUE + MLP
 ROUTER, PREDICTOR = 4, 4 * 5 + 5
@@ -35,12 +35,12 @@ PAIR = 2 * 2 * 4
 
 @cache
 def get_model(name: str) -> Transformer:
-    """Tests share models: nobody changes them."""
+    """Shared between tests, which must not modify it."""
     return make_model(name).requires_grad_(False)
 
 
 def use(visits: tuple[int, int], num_pairs: int) -> Usage:
-    """Visits of the plain and of the routed block; who visits is stored."""
+    """Visits to the plain and the routed block; every visit stores a key."""
     return Usage(
         num_visits=sum(visits),
         num_routed_visits=visits[1],
@@ -53,7 +53,7 @@ def use(visits: tuple[int, int], num_pairs: int) -> Usage:
 
 
 def test_an_example_by_hand() -> None:
-    """Three tokens of a prompt, the first and the last through the routed block; then one more."""
+    """A prompt of three tokens, the first and last through the routed block; then one more."""
     blocks = ((True,), (False,), (True,))
     meter = DepthMeter(SMALL)
     # pairs: 1 + 2 + 3 in the plain block, 1 + 2 in the other
@@ -79,7 +79,7 @@ def test_tokens_that_are_computed_again_cost_again() -> None:
     once, twice = DepthMeter(SMALL), DepthMeter(SMALL)
     for meter in (once, twice):
         meter.add(4, use((4, 3), 10 + 6))
-    # preempted, and started again
+    # preempted and restarted
     twice.add(5, use((5, 3), 15 + 6))
     assert twice.read(2, ()).flops > 2 * once.read(1, ()).flops
     assert twice.read(2, ()).num_visits_dense == 2 * (4 + 5)
@@ -88,7 +88,7 @@ def test_tokens_that_are_computed_again_cost_again() -> None:
 def test_tokens_that_are_computed_again_take_the_same_path() -> None:
     trail, taken = Trail(), bytes([1, 0, 1, 1])
     trail.add(0, 4, taken)
-    # preempted, and started again in other chunks that go beyond what was there
+    # preempted and restarted, in other chunks that reach further than before
     trail.add(0, 3, taken[:3])
     trail.add(3, 2, bytes([1, 0]))
     assert trail.read() == ((True,), (False,), (True,), (True,), (False,))
@@ -131,7 +131,7 @@ def test_joining() -> None:
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 7])
 @pytest.mark.parametrize("name", ["dense", "mod_kv", "mode_staged", "mode_integrated_token_choice"])
 def test_chunks_add_up(name: str, chunk_tokens: int) -> None:
-    """However a prompt is cut, it costs the same, in the model and in its dense twin."""
+    """However a prompt is chunked, it costs the same, in the model and in its dense twin."""
     prompt = make_tokens(make_config(name), 15).tolist()
     depths = []
     for size in (64, chunk_tokens):
@@ -142,9 +142,9 @@ def test_chunks_add_up(name: str, chunk_tokens: int) -> None:
 
 
 def count_pairs(output: Output, config: ModelConfig, num_prompt: int) -> tuple[int, int]:
-    """(query, key) pairs of the prompt that causal order hides, and all that it leaves.
+    """Count the prompt's (query, key) pairs hidden by the causal mask, and all visible pairs.
 
-    Torch multiplies the hidden ones too; a token that comes alone has none.
+    Torch multiplies the hidden ones too; a single token has none.
     """
     num_tokens = output.logits.shape[1]
     routings = dict(zip(config.routed_layers, output.routings, strict=True))
@@ -164,12 +164,12 @@ def count_pairs(output: Output, config: ModelConfig, num_prompt: int) -> tuple[i
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "selector"), CASES)
 def test_flops_are_what_torch_counts(name: str, selector: str | None) -> None:
-    """A prompt in one chunk and three tokens more, of every variant."""
+    """A prompt in one chunk and three more tokens, for every variant."""
     model, num_prompt = get_model(name), 9
     config = model.config
     prompt = make_tokens(config, num_prompt).tolist()
     engine = Engine(model, selector=selector, max_batch=1)
-    # the CPU's fused attention is not among the operators that the counter knows
+    # the FLOP counter does not know the CPU's fused attention
     math = [SDPBackend.MATH]
     with sdpa_kernel(math), FlopCounterMode(display=False) as counter:
         [result] = engine.generate([prompt], SamplingParams(max_tokens=4, seed=1))
@@ -210,7 +210,7 @@ def test_dense_flops_are_the_twins(name: str) -> None:
 
 
 def test_a_prompt_costs_what_planning_says() -> None:
-    """All pairs that causal order leaves, and one token's logits in place of all."""
+    """All pairs that the causal mask allows, and one token's logits instead of all."""
     config = make_config("dense")
     engine = Engine(get_model("dense"))
     [result] = engine.generate([[1] * 20], SamplingParams(max_tokens=1))

@@ -25,16 +25,16 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ."
 
 @cache
 def get_model(name: str = "mod") -> Transformer:
-    """Tests share models: nobody changes them.
+    """Shared between tests, which must not modify it.
 
-    With the embedding as its head, a fresh model only repeats itself.
+    With a tied head, an untrained model would only repeat itself.
     """
     config = make_config(name, tied_head=False)
     return make_model(config, dtype=torch.float32).requires_grad_(False)
 
 
 def spell(tokens: list[int]) -> str:
-    """A letter for each of the 64 tokens."""
+    """Map each of the 64 tokens to a letter."""
     return "".join(LETTERS[token] for token in tokens)
 
 
@@ -57,7 +57,7 @@ def run_to_end(engine: Engine) -> list[Event]:
 
 
 def compute_logits(sample: Sample, prompt: Sequence[int] = PROMPT, name: str = "mod") -> Tensor:
-    """The full pass's logits from which each of the sample's tokens was drawn."""
+    """The full pass's logits for each of the sample's tokens."""
     tokens = torch.tensor([[*prompt, *sample.tokens]])
     selector = "predictor" if get_model(name).config.routed_layers else None
     logits = get_model(name)(tokens, selector=selector).logits
@@ -86,7 +86,7 @@ def test_no_prompts_no_results() -> None:
 def test_defaults_are_those_of_the_params() -> None:
     engine = Engine(get_model(), seed=1)
     [result] = engine.generate([PROMPT])
-    # 128 are asked for, and max_seq_len is 64
+    # 128 are requested, but max_seq_len is 64
     assert len(result.samples[0].tokens) == 64 - len(PROMPT) + 1
     assert result.samples[0].text is None
     assert result.samples[0].logprobs is None
@@ -100,13 +100,13 @@ def test_a_sample_ends_at_max_seq_len(num_prompt: int, num_new: int) -> None:
     sample = generate_one(engine, prompt, temperature=0)
     assert len(sample.tokens) == num_new
     assert sample.finish == "length"
-    # the last token is told and never computed, so that one more than max_seq_len is told
+    # the last token is returned but never computed: one more than max_seq_len in total
     assert len(sample.depth.blocks) == 64
     assert list(sample.tokens) == compute_longest(prompt)
 
 
 def compute_longest(prompt: list[int]) -> list[int]:
-    """Greedy tokens from full passes, until the model can take no more."""
+    """Greedy tokens from full passes, up to the model's maximum length."""
     tokens = list(prompt)
     while len(tokens) <= 64:
         logits = get_model()(torch.tensor([tokens]), selector="predictor").logits
@@ -128,7 +128,7 @@ def test_a_stop_token_is_the_last_token_and_no_text() -> None:
     assert sample.tokens == free.tokens[: first + 1]
     assert sample.finish == "stop"
     assert sample.text == spell(list(free.tokens[:first]))
-    # a stop at the very end is still a stop
+    # a stop token in the last position still counts as a stop
     sample = generate_one(engine, max_tokens=first + 1, seed=4, stop_tokens=[stop])
     assert sample.finish == "stop"
 
@@ -150,7 +150,7 @@ def test_events_tell_the_result_bit_by_bit() -> None:
     engine = Engine(get_model(), decode=spell, max_batch=3)
     free = generate_one(engine, max_tokens=12, seed=4)
     assert free.text is not None
-    # the first letters of this stop string come and the last does not: they are held back
+    # the first letters of this stop string occur but not the last: they are held back
     begun = free.text[9:11] + "!"
     numbers = [
         engine.add(PROMPT, SamplingParams(max_tokens=12, seed=4, stop=[begun])),
@@ -173,15 +173,15 @@ def test_events_tell_the_result_bit_by_bit() -> None:
     for key, result in results.items():
         assert texts[key] == result.text == spell(list(result.tokens))
         assert tokens[key] == list(result.tokens)
-        # the token before: the prompt's last one, then its own
+        # an event has the previous token's path: the prompt's last one, then its own
         assert tuple(paths[key]) == result.depth.blocks[-len(result.tokens) :]
     assert results[numbers[0], 0].tokens == free.tokens
-    # what was held back at the end comes with the end
+    # text still held back is emitted at the end
     assert results[numbers[2], 0].text == free.text[:11]
 
 
 def test_logprobs_are_the_models_own() -> None:
-    """Whatever changes the draw does not change them."""
+    """Sampling settings do not change them."""
     engine = Engine(get_model())
     wild: dict[str, Any] = {"temperature": 0.7, "top_k": 9, "repetition_penalty": 1.5, "seed": 2}
     sample = generate_one(engine, max_tokens=8, logprobs=3, **wild)
@@ -218,7 +218,7 @@ def test_each_request_gets_the_logprobs_that_it_asked_for() -> None:
 def test_repetition_penalty_sees_prompt_and_output(company: bool) -> None:
     engine = Engine(get_model(), invariant=False)
     wishes = [SamplingParams(max_tokens=20, temperature=0, repetition_penalty=4.0)]
-    # one without a penalty beside it must not be touched, nor touch
+    # requests without a penalty in the same batch neither affect this nor are affected
     wishes += [SamplingParams(max_tokens=20, temperature=0)] * company
     results = engine.generate([PROMPT] * len(wishes), wishes)
     [sample] = results[0].samples
@@ -236,7 +236,7 @@ def test_repetition_penalty_sees_prompt_and_output(company: bool) -> None:
 
 
 def test_samples_of_a_request() -> None:
-    """They differ, come again with the seed, and do not depend on how many there are."""
+    """They differ, are reproducible by seed, and do not depend on their number."""
     engine = Engine(get_model(), max_batch=3)
     [many] = engine.generate([PROMPT], SamplingParams(max_tokens=12, n=5, seed=7))
     tokens = [sample.tokens for sample in many.samples]
@@ -326,7 +326,7 @@ def test_a_small_cache_makes_requests_wait() -> None:
 
 
 def test_the_default_cache_holds_a_full_batch() -> None:
-    """Also where max_seq_len, here 64, is no multiple of a page."""
+    """Even if max_seq_len, here 64, is not a multiple of the page size."""
     for page_size in (48, 100):
         engine = Engine(get_model("dense"), max_batch=2, page_size=page_size)
         prompt = make_tokens(engine.config, 60).tolist()
@@ -367,7 +367,7 @@ def test_bad_options_are_refused(options: dict[str, Any], sentence: str) -> None
             "ask for fewer, shorten the prompt, or give the engine more",
         ),
         ([1] * 9, {"max_tokens": 25, "n": 3}, "max_tokens = 25 after a prompt of 9 tokens"),
-        # no more than max_seq_len come, whatever is asked for
+        # at most max_seq_len tokens are generated, whatever is requested
         ([1] * 9, {"max_tokens": 500}, "max_tokens = 500 .* needs cache_tokens = 64"),
     ],
 )
@@ -378,11 +378,11 @@ def test_bad_requests_are_refused_and_leave_nothing(
     with pytest.raises(ValueError, match=sentence):
         engine.add(prompt, SamplingParams(**params))
     assert_empty(engine)
-    # among good ones, nothing stays behind either
+    # among valid requests, nothing is left behind either
     with pytest.raises(ValueError, match=sentence):
         engine.generate([[1, 2], prompt, [3]], [good, SamplingParams(**params), good])
     assert_empty(engine)
-    # as long as can be
+    # the longest possible
     assert len(generate_one(engine, [1] * 9, max_tokens=24).tokens) == 24
 
 
@@ -447,7 +447,7 @@ def test_a_step_that_failed_can_be_tried_again(
     def fail_sometimes(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
-        # half of the layers have stored their keys
+        # by now half of the layers have stored their keys
         if num_calls % 3 == 0:
             raise RuntimeError("out of memory")
         return compute(*args, **kwargs)
@@ -556,7 +556,7 @@ def test_invariant_computes_each_request_apart(
 
 
 def test_a_text_that_cannot_be_decoded_fails_alone() -> None:
-    """Whatever `decode` raises, and however often: the others go on, and nothing is held."""
+    """Whatever `decode` raises, and however often: others continue, and nothing leaks."""
 
     def spell_most(tokens: list[int]) -> str:
         if len(tokens) > 2 and tokens[0] == marked:
@@ -706,14 +706,14 @@ def test_the_default_cache_is_sized_by_capacity() -> None:
     config = make_config("mod", max_seq_len=1024, **{"routing.capacity": 0.125})
     dense = count_pages(config, "all", 64, 16)
     assert dense == 64 * 64 * config.num_layers
-    # half of the blocks keep an eighth, with a margin
+    # half of the blocks keep an eighth of the tokens, plus a margin
     assert count_pages(config, "predictor", 64, 16) < 0.65 * dense
-    # one sequence always has room
+    # there is always room for one sequence
     assert count_pages(config, "predictor", 1, 16) == 64 * config.num_layers
 
 
 def test_an_engine_is_freed_at_once() -> None:
-    """Not at the next collection: its cache may be most of a GPU's memory."""
+    """Without waiting for garbage collection: its cache may be most of a GPU's memory."""
     engine = Engine(get_model("mod"))
     engine.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=3))
     engine.add([5, 6])

@@ -10,13 +10,13 @@ from depthmix.infer.pages import Pages
 
 
 def list_tables(pages: Pages) -> list[list[list[int]]]:
-    """By row and layer."""
+    """The tables by row and layer."""
     layers = range(pages.num_layers)
     return [[pages.list_pages(row, layer) for layer in layers] for row in range(pages.num_rows)]
 
 
 def follow(pages: Pages, device: np.ndarray) -> None:
-    """Write what is new into a copy of the tables, as a device has one; then compare them."""
+    """Apply the changes to a copy of the tables, like the device's, and compare."""
     places, new = pages.drain_changes()
     device.reshape(-1)[places] = new
     for row, tables in enumerate(list_tables(pages)):
@@ -26,7 +26,7 @@ def follow(pages: Pages, device: np.ndarray) -> None:
 
 
 class PagesMachine(RuleBasedStateMachine):
-    """Random reservations against a plain count of what every layer stores."""
+    """Random reservations, checked against a plain count of what every layer stores."""
 
     pages: Pages
 
@@ -76,7 +76,7 @@ class PagesMachine(RuleBasedStateMachine):
             for layer, count in enumerate(counts):
                 self.lengths[row][layer] += count
                 num_needed = -(-self.lengths[row][layer] // pages.page_size)
-                # what was stored stays where it was
+                # stored tokens do not move
                 assert after[row][layer] == before[row][layer][:num_needed]
                 assert len(after[row][layer]) == num_needed
             self.reserved[row] = 0
@@ -110,7 +110,7 @@ class PagesMachine(RuleBasedStateMachine):
         for row in range(pages.num_rows):
             pages.release(row)
         assert pages.num_free == pages.num_pages
-        # every page can still be found: one row takes as many as its layers can share evenly
+        # no page is lost: one row takes as many as its layers can share evenly
         most = pages.num_pages // pages.num_layers * pages.page_size
         assert pages.reserve(0, most)
         owned = {page for table in list_tables(pages)[0] for page in table}
@@ -118,7 +118,7 @@ class PagesMachine(RuleBasedStateMachine):
 
 
 class PromisesMachine(RuleBasedStateMachine):
-    """Steps of several rows that are under way, and are settled or taken back later."""
+    """Steps of several rows in flight, which are settled or withdrawn later."""
 
     pages: Pages
 
@@ -134,7 +134,7 @@ class PromisesMachine(RuleBasedStateMachine):
     ) -> None:
         self.pages = Pages(num_pages, page_size, num_layers, num_rows, ahead)
         self.lengths = [[0] * num_layers for _ in range(num_rows)]
-        # tokens of the steps of each row, the oldest first
+        # token counts of each row's steps in flight, oldest first
         self.flights: list[list[int]] = [[] for _ in range(num_rows)]
         self.device = np.full_like(self.pages.tables, -1)
 
@@ -155,7 +155,7 @@ class PromisesMachine(RuleBasedStateMachine):
         if missing > num_free:
             assert pages.num_free == num_free
             return
-        # more only where there is some ahead
+        # more pages are taken only if reserving ahead
         assert pages.num_free == num_free - missing or pages.ahead
         for table, length in zip(list_tables(pages)[row], self.lengths[row], strict=True):
             assert len(table) * pages.page_size >= length + behind
@@ -165,7 +165,7 @@ class PromisesMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num_tokens=st.integers(1, 12))
     def reserve_all(self, data: st.DataObject, num_tokens: int) -> None:
-        """Several rows at once get what each would get alone, where there is enough for all."""
+        """Several rows at once get what each would get alone, if there is enough for all."""
         pages = self.pages
         rows = data.draw(st.lists(st.integers(0, pages.num_rows - 1), unique=True, min_size=1))
         missing, before, num_free = 0, list_tables(pages), pages.num_free
@@ -185,7 +185,7 @@ class PromisesMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), seed=st.integers(0, 2**32))
     def settle(self, data: st.DataObject, seed: int) -> None:
-        """The oldest step of some rows is done."""
+        """The oldest step of some rows finishes."""
         pages, pick = self.pages, random.Random(seed)
         drawn = data.draw(st.lists(st.integers(0, pages.num_rows - 1), unique=True))
         rows = [row for row in drawn if self.flights[row]]
@@ -197,13 +197,13 @@ class PromisesMachine(RuleBasedStateMachine):
             left = sum(self.flights[row])
             for layer, count in enumerate(own):
                 self.lengths[row][layer] += count
-                # nothing is kept that no step may fill, but what would be asked for again soon
+                # no page is kept that no step can fill, except those needed again soon
                 most = self.lengths[row][layer] + left + 2 * pages.ahead
                 assert pages.counts[row, layer] <= -(-most // pages.page_size)
 
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
-        """The newest step of a row came to nothing."""
+        """The newest step of a row is abandoned."""
         row = self.draw_row(data)
         if self.flights[row]:
             self.pages.withdraw(row, self.flights[row].pop())
@@ -229,7 +229,7 @@ class PromisesMachine(RuleBasedStateMachine):
         assert pages.lengths.tolist() == self.lengths
         assert pages.promised.tolist() == [sum(flights) for flights in self.flights]
         for row, lengths in enumerate(self.lengths):
-            # whatever the steps under way store, there is room for it
+            # there is room for whatever the steps in flight store
             left = [
                 len(table) * pages.page_size - length - pages.promised[row]
                 for table, length in zip(list_tables(pages)[row], lengths, strict=True)
@@ -290,7 +290,7 @@ def test_rows_that_grow_together_get_pages_that_follow_each_other() -> None:
 
 
 def test_many_pages_are_neighbours_where_their_own_place_is_taken() -> None:
-    """A long prompt has more pages than lie between two places."""
+    """A long prompt has more pages than lie between two rows' preferred places."""
     pages = Pages(num_pages=600, page_size=1, num_layers=3, num_rows=20)
     for row in (0, 1):
         assert pages.reserve(row, 50)
@@ -315,14 +315,14 @@ def test_a_table_that_changes_twice_is_told_as_it_is_now() -> None:
 
 
 def test_tables_get_nothing_ahead_beyond_the_longest_row() -> None:
-    """The entry behind a table's end is the next row's first."""
+    """The entry past a table's end is the next row's first."""
     pages = Pages(num_pages=40, page_size=4, num_layers=2, num_rows=2, ahead=6, longest=12)
     assert pages.tables.shape == (2, 2, 3)
     assert pages.reserve(0, 4)
     assert pages.counts[0].tolist() == [3, 3]
     pages.settle([0], [[4, 1]])
     assert pages.reserve(0, 8)
-    # the second layer has room for as many as may still come, and no more
+    # the second layer has room for as many tokens as may still come, and no more
     assert pages.counts[0].tolist() == [3, 3]
     assert pages.reserve(1, 12)
     assert pages.counts[1].tolist() == [3, 3]
@@ -334,12 +334,12 @@ def test_tokens_under_way_keep_their_pages() -> None:
     pages = Pages(num_pages=12, page_size=4, num_layers=2, num_rows=1)
     assert pages.reserve(0, 4)
     pages.promise(0, 4)
-    # the next step's token is counted behind those four
+    # the next step's token is counted after those four
     assert pages.count_missing(0, 1) == 2
     assert pages.reserve(0, 1)
     pages.promise(0, 1)
     pages.settle([0], [[4, 1]], [4])
-    # the first layer may store a fifth token; in the second there is room for it
+    # the first layer may store a fifth token; the second has room for it
     assert pages.counts.tolist() == [[2, 1]]
     assert pages.lengths.tolist() == [[4, 1]]
     pages.settle([0], [[0, 1]], [1])

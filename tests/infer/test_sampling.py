@@ -1,4 +1,4 @@
-"""Drawing tokens against slow plain Python, and the noise against what chance should look like."""
+"""Token sampling against slow plain Python, and the noise against its expected statistics."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ MASK = (1 << 64) - 1
 
 
 class OnEdgeError(Exception):
-    """A probability so close to a filter's limit that it may round to either side."""
+    """A probability is so close to a filter's limit that it may round to either side."""
 
 
 def make_settings(
@@ -67,7 +67,7 @@ def plain_penalty(row: Sequence[float], seen: Sequence[bool], penalty: float) ->
 
 
 def plain_filter(row: Sequence[float], params: SamplingParams) -> dict[int, float]:
-    """Probability of every token that is left, each filter on the renormalised result."""
+    """Probabilities of the remaining tokens; each filter works on the renormalised result."""
     best = max(row)
     left = normalize({t: math.exp((x - best) / params.temperature) for t, x in enumerate(row)})
     order = sorted(left, key=lambda t: (-row[t], t))
@@ -99,7 +99,7 @@ class Case(NamedTuple):
 
     @property
     def params(self) -> list[SamplingParams]:
-        # made here: a strategy must not run what checks types at random places
+        # created here: a strategy must not trigger type checks at random points
         return [SamplingParams(**chosen) for chosen in self.choices]
 
     def settings(self) -> Settings:
@@ -185,7 +185,7 @@ def test_a_row_does_not_depend_on_the_others(case: Case, data: st.DataObject) ->
 
 
 def draw_many(row: Sequence[float], params: SamplingParams, count: int, seed: int = 0) -> Sampled:
-    """`count` tokens after the same logits, with one seed."""
+    """Draw `count` tokens from the same logits, with one seed."""
     case = make_settings([params] * count, [seed] * count, range(count))
     return sample(torch.tensor([row] * count), case, None)
 
@@ -227,7 +227,7 @@ def test_noise_is_uniform_and_pairs_are_independent() -> None:
     # neighbours in every direction: the inputs of the hash differ by one
     seeds, steps, ids = torch.meshgrid(*(torch.arange(48),) * 3, indexing="ij")
     noise = draw_gumbel(seeds[..., 0].flatten(), steps[..., 0].flatten(), ids.reshape(-1, 48))
-    # Gumbel's distribution function makes it uniform
+    # the Gumbel distribution function maps it to uniform
     uniform = (-(-noise).exp()).exp().reshape(48, 48, 48)
     bins = (uniform * 16).long()
     # 99.99% of chi-square values with 15 degrees of freedom are below 44.3, with 255 below 347
@@ -282,10 +282,10 @@ def test_top_p_that_is_reached_exactly_needs_no_other_token(count: int, share: f
 
 def test_each_filter_sees_what_the_one_before_left() -> None:
     row = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
-    # 0.4 alone does not reach 0.5, but it is 0.57 of the two that top_k leaves
+    # 0.4 alone does not reach 0.5, but it is 0.57 of the two that top_k keeps
     assert kept_tokens(row, SamplingParams(top_p=0.5)) == {0, 1}
     assert kept_tokens(row, SamplingParams(top_p=0.5, top_k=2)) == {0}
-    # the temperature comes before them
+    # the temperature is applied before the filters
     assert kept_tokens(row, SamplingParams(min_p=0.6)) == {0, 1}
     assert kept_tokens(row, SamplingParams(min_p=0.6, temperature=2.0)) == {0, 1, 2}
 
@@ -317,7 +317,7 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() ->
     assert draw_one([-1.0, -2.5], greedy, [True, False]) == 0
     assert draw_one([-1.0, 2.0, 1.5], greedy, [True, True, True]) == 1
     assert draw_one([0.0, -1.0], replace(greedy, repetition_penalty=1e300), [True, False]) == 0
-    # the penalty does not change what the model says
+    # the penalty does not change the model's log-probability
     case = make_settings([greedy], [0], [0])
     drawn = sample(torch.tensor([[3.0, 2.0]]), case, torch.tensor([[True, False]]))
     assert drawn.logprob.item() == pytest.approx(-math.log(1 + math.e), abs=1e-6)
@@ -387,7 +387,7 @@ def test_sample_compiles_into_one_graph(filtered: bool) -> None:
 @pytest.mark.compile
 @pytest.mark.slow
 def test_compiled_code_makes_the_same_noise() -> None:
-    """By inductor, which must not fold the ids into an address."""
+    """Compiled by inductor, which must not fold the ids into an address."""
 
     def draw(seed: Tensor, step: Tensor) -> Tensor:
         return draw_gumbel(seed, step, torch.arange(50)[None, :].expand(len(seed), 50))
@@ -460,7 +460,7 @@ def test_whether_params_filter(changes: dict[str, Any], expected: bool) -> None:
         ({"repetition_penalty": INF}, "repetition_penalty = inf must be a positive number"),
         ({"logprobs": -1}, "logprobs = -1 must be 0 or more"),
         ({"stop_tokens": [4, -1]}, "stop_tokens = [4, -1] must be token ids, 0 or more"),
-        ({"stop": ["a", ""]}, "stop must not hold an empty string"),
+        ({"stop": ["a", ""]}, "stop must not contain an empty string"),
         ({"stop": "end"}, "stop = 'end' does not fit: it must be a list of strings"),
         ({"max_tokens": True}, "max_tokens = True does not fit: it must be a whole number"),
         ({"seed": 2**63}, "must fit in 64 bits: from -2^63 to 2^63 - 1"),

@@ -13,7 +13,7 @@ from depthmix.infer.scheduler import Chunk, Scheduler
 
 
 class WatchedPages(Pages):
-    """Remembers which rows were released: inside a plan, these are the preemptions."""
+    """Records which rows are released: during `plan`, these are the preemptions."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
@@ -26,7 +26,7 @@ class WatchedPages(Pages):
 
 @dataclass
 class Model:
-    """What a test knows of a sequence; keys are given in the order of arrival."""
+    """A test's model of a sequence; keys are assigned in arrival order."""
 
     key: int
     num_prompt: int
@@ -69,7 +69,7 @@ class Simulation:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the longest sequence that may be added."""
+        """Length of the longest sequence that may be added."""
         return self.pages.num_pages // self.pages.num_layers * self.pages.page_size
 
     def add(self, num_prompt: int, max_new: int) -> Model:
@@ -93,7 +93,7 @@ class Simulation:
         assert self.scheduler.num_preempted == num_preempted + len(victims)
         planned = {chunk.key for chunk in chunks}
         for victim in victims:
-            # an older one is left, and all that came later are busy in this step
+            # an older sequence remains, and all younger ones are part of this step
             assert any(model.key < victim.key for model in running.values())
             later = {model.key for model in running.values() if model.key > victim.key}
             assert later <= planned
@@ -106,7 +106,7 @@ class Simulation:
         return chunks
 
     def check_order(self, chunks: list[Chunk]) -> None:
-        """Decoding sequences, then others that run, then the head of the line: each in order."""
+        """Decoding sequences, other running ones, then the head of the queue: each in order."""
         alive = self.alive.values()
         decoding = [model.key for model in alive if model.row is not None and model.decodes]
         others = [model.key for model in alive if model.row is not None and not model.decodes]
@@ -165,7 +165,7 @@ class Simulation:
                 self.remove(chunk.key)
 
     def step(self, pick: random.Random, share: float) -> list[Chunk]:
-        """Plan and compute, with each token stored by a layer with probability `share`."""
+        """Plan and compute; each layer stores each token with probability `share`."""
         chunks = self.plan()
         layers = range(self.pages.num_layers)
         stored = [
@@ -176,7 +176,7 @@ class Simulation:
         return chunks
 
     def finish(self, pick: random.Random, share: float) -> None:
-        # every step has a chunk of somebody: far fewer steps than this mean that nobody starves
+        # every step computes something: finishing in far fewer steps means that nothing starves
         for _ in range(5000):
             if not self.step(pick, share):
                 break
@@ -190,7 +190,7 @@ def simulations(draw: st.DrawFn) -> Simulation:
     page_size, num_layers = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     max_rows, chunk_tokens = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     invariant = draw(st.booleans())
-    # sequences may be as long as the pool allows: the smallest one that `add` accepts for them
+    # sequences may be as long as the pool allows: the smallest pool that `add` accepts for them
     num_pages = draw(st.integers(num_layers, 10 * num_layers))
     return Simulation(
         WatchedPages(num_pages, page_size, num_layers, max_rows + draw(st.integers(0, 1))),
@@ -206,7 +206,7 @@ seeds = st.integers(0, 2**32)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Sequences come and go between steps, also while one is under way."""
+    """Sequences come and go between steps, even while a step is in flight."""
 
     simulation: Simulation | None = None
 
@@ -286,7 +286,7 @@ def test_invariant_chunks_do_not_depend_on_the_others(
 
     together = run(lengths)
     for length, model in zip(lengths, together, strict=True):
-        # chunks since the last preemption: they begin at the first token again
+        # chunks since the last preemption, which restarts at the first token
         assert model.chunks == run([length])[0].chunks
 
 
@@ -330,7 +330,7 @@ def test_an_invariant_chunk_waits_for_a_step_with_room() -> None:
     simulation = make_simulation(max_step_tokens=10, invariant=True)
     simulation.add(8, 1)
     simulation.add(20, 1)
-    # this one would fit, but nobody overtakes
+    # this one would fit, but must not overtake
     simulation.add(2, 1)
     assert store_all(simulation) == [Chunk(0, 0, 0, 8, True)]
     assert store_all(simulation) == [Chunk(0, 0, 8, 1, True), Chunk(1, 1, 0, 8, False)]
@@ -339,13 +339,13 @@ def test_an_invariant_chunk_waits_for_a_step_with_room() -> None:
 
 
 def test_a_chunk_is_cut_to_the_free_pages() -> None:
-    # five pages a layer: the first prompt takes one, the second's second chunk gets the rest
+    # five pages per layer: the first prompt takes one, the second's second chunk the rest
     simulation = make_simulation(num_pages=10, max_step_tokens=8)
     simulation.add(4, 16)
     simulation.add(20, 0)
     assert store_all(simulation) == [Chunk(0, 0, 0, 4, True), Chunk(1, 1, 0, 4, False)]
     assert store_all(simulation) == [Chunk(0, 0, 4, 1, True), Chunk(1, 1, 4, 7, False)]
-    # one place is left in its last page, though the step has room for seven
+    # its last page has room for one token, although the step has room for seven
     assert store_all(simulation) == [Chunk(0, 0, 5, 1, True), Chunk(1, 1, 11, 1, False)]
     assert simulation.pages.num_free == 0
     # nothing fits now, and the second waits with what it has
@@ -355,7 +355,7 @@ def test_a_chunk_is_cut_to_the_free_pages() -> None:
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_the_youngest_is_preempted_and_computed_again(invariant: bool) -> None:
-    # two prompts fill the pool: at their ninth token only one can go on
+    # two prompts fill the pool: at their ninth token only one can continue
     simulation = make_simulation(num_pages=8, invariant=invariant)
     simulation.add(6, 9)
     simulation.add(6, 4)
@@ -369,7 +369,7 @@ def test_the_youngest_is_preempted_and_computed_again(invariant: bool) -> None:
     while 1 in simulation.alive:
         again += [chunk for chunk in store_all(simulation) if chunk.key == 1]
     counts = [chunk.count for chunk in again]
-    # it had sampled three tokens; its own are computed one by one if chunks are invariant
+    # it had sampled three tokens; sampled tokens are recomputed one by one with `invariant`
     assert counts == ([6, 1, 1, 1, 1] if invariant else [8, 1, 1])
     simulation.finish(random.Random(0), share=1.0)
 
@@ -380,7 +380,7 @@ def test_a_preempted_sequence_waits_for_the_pages_it_had() -> None:
     simulation.add(6, 4)
     while simulation.alive:
         store_all(simulation)
-    # once is enough: at once it would only be preempted again
+    # only once: readmitted immediately, it would only be preempted again
     assert simulation.scheduler.num_preempted == 1
 
 
@@ -411,7 +411,7 @@ def test_a_sequence_that_preempts_itself_does_not_come_back_at_once() -> None:
     simulation.add(5, 3)
     simulation.add(8, 2)
     store_all(simulation)
-    # its own pages are free now, but with them it came no further
+    # its own pages are free now, but they were not enough before either
     assert store_all(simulation) == [Chunk(0, 0, 5, 1, True)]
     assert (simulation.scheduler.num_waiting, simulation.scheduler.num_preempted) == (1, 1)
     simulation.finish(random.Random(0), share=1.0)
@@ -425,9 +425,9 @@ def test_the_order_of_arrival_outlives_a_preemption(num_prompt: int) -> None:
     youngest = simulation.add(1, 20)
     while not middle.num_preempted:
         store_all(simulation)
-    # it decodes and was planned already: the one before it had to go
+    # it decodes and was already planned, so the one before it was preempted
     assert youngest.num_preempted == 0
-    # with the longer prompt the youngest must go too: it waits behind the middle one
+    # with the longer prompt the youngest is preempted too: it waits behind the middle one
     while 0 in simulation.alive:
         store_all(simulation)
     assert youngest.num_preempted == (num_prompt == 36)
@@ -494,7 +494,7 @@ def test_settling_a_chunk_twice_is_caught() -> None:
 
 def test_a_sequence_that_can_never_run_is_refused() -> None:
     simulation = make_simulation(num_pages=9)
-    # four pages a layer, one page is left over
+    # four pages per layer, one page is left over
     simulation.add(15, 1)
     with pytest.raises(ValueError, match=r"17 tokens may need 10 pages, but the cache has 9"):
         simulation.add(15, 2)
@@ -504,7 +504,7 @@ def test_a_sequence_that_can_never_run_is_refused() -> None:
 def test_a_key_in_line_is_refused_and_a_removed_one_is_new() -> None:
     scheduler = make_simulation().scheduler
     scheduler.add(7, 4, 1)
-    with pytest.raises(ValueError, match="sequence 7 is already in line"):
+    with pytest.raises(ValueError, match="sequence 7 is already queued"):
         scheduler.add(7, 4, 1)
     scheduler.remove(7)
     scheduler.remove(7)
@@ -536,7 +536,7 @@ def test_bad_limits_are_refused(name: str, value: int, message: str) -> None:
 
 @dataclass
 class Traveller:
-    """What a test knows of a sequence that several steps may compute at a time."""
+    """A test's model of a sequence that may be in several steps at a time."""
 
     num_prompt: int
     num_known: int
@@ -548,7 +548,7 @@ class Traveller:
 
 
 class Flights:
-    """A scheduler whose steps are settled late: up to `depth` are under way at a time."""
+    """A scheduler whose steps are settled late: up to `depth` are in flight at a time."""
 
     def __init__(self, scheduler: Scheduler, pages: WatchedPages, depth: int, seed: int) -> None:
         self.scheduler, self.pages, self.depth = scheduler, pages, depth
@@ -575,7 +575,7 @@ class Flights:
         traveller.row, traveller.num_computed, traveller.num_started = None, 0, 0
 
     def start(self) -> bool:
-        """Plan a step and let it begin; whether there was one."""
+        """Plan a step and start it; return whether there was one."""
         row_of = {key: t.row for key, t in self.alive.items() if t.row is not None}
         key_of = {row: key for key, row in row_of.items()}
         self.pages.released.clear()
@@ -604,7 +604,7 @@ class Flights:
         if traveller.row is None:
             traveller.row, traveller.lengths = chunk.row, [0] * self.pages.num_layers
         assert (chunk.row, chunk.start) == (traveller.row, traveller.num_started)
-        # tokens that steps under way will draw count as known, as far as there will be any
+        # tokens that steps in flight will draw count as known, up to the maximum
         num_ahead = sum(c.samples for step in self.steps for c in step if c.key == chunk.key)
         num_expected = min(traveller.num_known + num_ahead, traveller.max_known)
         end = chunk.start + chunk.count
@@ -612,11 +612,11 @@ class Flights:
         assert chunk.count <= self.scheduler.chunk_tokens
         assert chunk.samples == (end == num_expected)
         if end > traveller.num_known:
-            # nobody knows such a token on the host, so that it comes alone
+            # the host does not know such a token, so it is computed alone
             assert chunk.count == 1
 
     def check_books(self) -> None:
-        """Whatever the steps under way store, there is room for it."""
+        """There is room for whatever the steps in flight store."""
         rows = [t.row for t in self.alive.values() if t.row is not None]
         assert len(set(rows)) == len(rows)
         assert self.pages.num_free >= 0
@@ -632,13 +632,13 @@ class Flights:
         assert not any(self.pages.count_owned(row) for row in empty)
 
     def settle(self, *, may_stop: bool = True) -> None:
-        """The oldest step is done: first all its books, then its tokens, as the engine does it."""
+        """Finish the oldest step: first settle it, then take its tokens, like the engine."""
         chunks, layers = self.steps.popleft(), range(self.pages.num_layers)
         stored = [
             [sum(self.pick.random() < self.share for _ in range(chunk.count)) for _ in layers]
             for chunk in chunks
         ]
-        # ignored where somebody was removed
+        # ignored for removed sequences
         self.scheduler.settle(chunks, stored)
         for chunk, counts in zip(chunks, stored, strict=True):
             traveller = self.alive.get(chunk.key)
@@ -654,7 +654,7 @@ class Flights:
             if traveller.num_known == traveller.max_known:
                 self.remove(chunk.key)
             elif may_stop and self.pick.random() < 0.05:
-                # a stop token: what later steps draw after it is nobody's
+                # a stop token: what later steps draw after it is discarded
                 self.remove(chunk.key)
             else:
                 self.scheduler.append(chunk.key)
@@ -662,7 +662,7 @@ class Flights:
         self.check_books()
 
     def fail(self, *, restart: bool) -> None:
-        """A step failed: all that are under way are taken back, the newest first."""
+        """A step failed: all steps in flight are abandoned, newest first."""
         while self.steps:
             for chunk in self.steps.pop():
                 self.scheduler.abandon(chunk, restart=restart)
@@ -677,7 +677,7 @@ class Flights:
         self.check_books()
 
     def act(self) -> None:
-        """Whatever may happen next."""
+        """Take a random action."""
         choice = self.pick.random()
         if choice < 0.1:
             self.add()
@@ -692,14 +692,14 @@ class Flights:
             self.settle()
 
     def finish(self) -> None:
-        """As the engine steps: fill up, then wait for the oldest."""
+        """Step like the engine: fill the pipeline, then wait for the oldest."""
         for _ in range(5000):
             while len(self.steps) < self.depth and self.start():
                 pass
             if not self.steps:
                 break
             self.settle(may_stop=False)
-        assert not self.alive, "somebody starves"
+        assert not self.alive, "a sequence starves"
         assert self.pages.num_used == 0
         assert not self.pages.promised.any()
 
@@ -750,7 +750,7 @@ def test_a_token_that_is_not_drawn_yet_is_planned() -> None:
     for _ in range(4):
         plans.append(list(scheduler.plan()))
         scheduler.start(plans[-1])
-    # two more tokens may be computed, and no more, before the first of them is known
+    # only two more tokens may be computed before the first of them is known
     assert plans == [
         [Chunk(0, 0, 0, 5, True)],
         [Chunk(0, 0, 5, 1, True)],
@@ -796,7 +796,7 @@ def test_steps_that_failed_are_planned_again(restart: bool) -> None:
     for (chunk,) in reversed(steps[1:]):
         scheduler.abandon(chunk, restart=restart)
     assert scheduler.pages.promised[0] == 0
-    # from what was settled, or from the beginning where nobody knows what the cache holds
+    # from what was settled, or from the beginning if the cache's content is unknown
     assert list(scheduler.plan()) == steps[0 if restart else 1]
     scheduler.remove(0)
     assert scheduler.pages.num_used == 0

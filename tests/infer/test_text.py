@@ -1,4 +1,4 @@
-"""Streamed text against the text of all tokens at once, however it is split into tokens."""
+"""Streamed text equals the text of all tokens at once, however it is tokenized."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -11,14 +11,14 @@ from depthmix.data.tokenizer import train_tokenizer
 from depthmix.infer.text import TextStream
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
-# few letters, so that stop strings begin often and overlap
+# few letters, so that stop strings often begin and overlap
 LETTERS = st.text("abé€😀\ufffd", max_size=30)
 STOPS = st.lists(st.text("abé€😀\ufffd", min_size=1, max_size=4), max_size=3)
 TOKENIZER = train_tokenizer(["the cat sat on the mat, déjà vu €5 😀😀\n" * 20], 320, parallel=False)
 
 
 class Bytes:
-    """A tokenizer whose tokens are given pieces of bytes; counts the tokens that it decodes."""
+    """A tokenizer whose tokens are given byte strings; counts the tokens it decodes."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.pieces = pieces
@@ -30,7 +30,7 @@ class Bytes:
 
 
 def cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """The text before the stop string that is complete first, one letter after the other."""
+    """The text before the first stop string to complete, checked letter by letter."""
     for end in range(len(text) + 1):
         complete = [s for s in stop if text[:end].endswith(s)]
         if complete:
@@ -39,7 +39,7 @@ def cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
 
 
 def stream_pieces(pieces: Sequence[bytes], stop: Sequence[str] = ()) -> tuple[list[str], bool]:
-    """What came with every token and at the end."""
+    """The text emitted for every token and at the end."""
     stream = TextStream(Bytes(pieces), stop)
     told = [stream.add(token) for token in range(len(pieces))]
     return [*told, stream.finish()], stream.stopped
@@ -84,10 +84,10 @@ def test_long_and_broken_text_in_single_bytes(items: list[str | bytes], stop: li
         ("\ufffd\ufffd", ["\ufffd\ufffd"]),
         ("😀ab", ["ab"]),
         ("ababac", ["abac"]),
-        # one begins another
+        # one is a prefix of the other
         ("xabcd", ["abc", "ab"]),
         ("xabx", ["abc", "ab"]),
-        # one lies inside another, which is held back when it is complete
+        # one lies inside the other, which is being held back when it completes
         ("xabcd", ["abcd", "bc"]),
         ("xabxy", ["abcd", "bx"]),
         ("aab€", ["b€", "aab€"]),
@@ -114,7 +114,7 @@ def test_a_real_tokenizer(text: str, stop: list[str]) -> None:
 def test_text_comes_as_soon_as_it_is_certain() -> None:
     pieces = [b"a", b"b\xe2", b"\x82", b"\xacc", b"\xef\xbf\xbd", b"d"]
     assert stream_pieces(pieces)[0] == ["a", "b", "", "€c", "", "\ufffdd", ""]
-    # a stop string may be beginning, and only its longest beginning waits
+    # only the longest prefix of a possible stop string is held back
     letters = [b"x", b"a", b"b", b"x", b"a"]
     assert stream_pieces(letters, ["abc"])[0] == ["x", "", "", "abx", "", "a"]
     assert stream_pieces([b"aaab", b"a"], ["aabc"])[0] == ["a", "aab", "a"]
@@ -163,7 +163,7 @@ def test_work_is_linear_in_the_length(raw: bytes) -> None:
 
 
 def test_tokens_without_text_change_nothing() -> None:
-    # what a tokenizer skips may stand inside a character
+    # tokens without text may occur inside a character
     pieces = [b"a\xe2", *[b""] * 100, b"\x82\xac", *[b""] * 100, b"b"]
     told = stream_pieces(pieces)[0]
     assert "".join(told) == "a€b"
@@ -178,7 +178,7 @@ def test_a_character_whose_middle_begins_the_window(before: int) -> None:
 
 def test_text_that_depends_on_what_came_before() -> None:
     def decode(tokens: list[int]) -> str:
-        """Every third token is a quotation mark; they open and close in turn."""
+        """Every third token is a quotation mark; they alternately open and close."""
         text = ""
         for token in tokens:
             text += "a" if token % 3 else "”" if text.count("“") > text.count("”") else "“"

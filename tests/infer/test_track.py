@@ -1,4 +1,4 @@
-"""A sample in the making: why it ends, what it says, and what it keeps to itself."""
+"""A sample during generation: why it ends, what it emits, and what it holds back."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ LETTERS = "abcdefgh"
 
 
 def make_track(*, text: bool = True, penalty: bool = False, **params: Any) -> Track:
-    """A sample of a prompt of two tokens; token n is the letter n."""
+    """A sample with a prompt of two tokens; token n is the letter n."""
     wish = SamplingParams(**params)
     decode = TextStream(lambda tokens: "".join(LETTERS[t] for t in tokens), wish.stop)
     return Track(
@@ -43,14 +43,14 @@ def test_it_ends_by_length() -> None:
     rest, sample = track.end("length")
     assert (rest, sample.text, sample.tokens) == ("", "cdcf", (2, 3, 2, 5))
     assert sample.finish == "length"
-    # not asked for
+    # not requested
     assert sample.logprobs is None
     assert sample.top_logprobs is None
 
 
 @pytest.mark.parametrize("num_before", [0, 3])
 def test_a_stop_token_is_a_token_and_no_text(num_before: int) -> None:
-    """Also where it is the last that may come."""
+    """Even if it is the last token allowed."""
     track = make_track(stop_tokens=[7])
     for _ in range(num_before):
         assert track.take(2, 0.0) == ("c", None)
@@ -91,7 +91,7 @@ def test_only_a_penalty_notes_what_was_seen() -> None:
 
 @pytest.mark.parametrize("wish", [0, 1, 2])
 def test_as_many_alternatives_as_were_asked_for(wish: int) -> None:
-    """The batch may have asked for more."""
+    """The batch may have requested more."""
     track = make_track(logprobs=wish)
     for token, logprob in ((2, -1.0), (3, -2.0)):
         track.take(token, logprob, ([token, 6, 7], [logprob, -5.0, -6.0]))

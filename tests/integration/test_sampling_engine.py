@@ -37,7 +37,7 @@ VARIED = [
 
 @cache
 def get_model(name: str, dtype: torch.dtype = torch.float64) -> Transformer:
-    """Tests share models: nobody changes them.
+    """Shared between tests, which must not modify it.
 
     With the embedding as its head, a fresh model only repeats itself.
     """

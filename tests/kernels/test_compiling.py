@@ -1,4 +1,4 @@
-"""Kernels are compiled ahead and side by side, for a GPU that need not be there."""
+"""Kernels are compiled ahead of time and in parallel, for a GPU that need not be present."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""The head and its loss together equal the head and then the loss, however many classes there are.
+"""The fused head and loss equal the head followed by the loss, for any number of classes.
 
-The chunked way runs here as on a GPU, with its kernel interpreted where there is none.
+The chunked path runs here as on a GPU; without one its kernel is interpreted.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def test_no_target_is_no_loss() -> None:
 def make_inputs(
     num_classes: int, num_rows: int = 7, width: int = 16
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, a head whose logits are of size 4, and targets with the last class in them."""
+    """Hidden states, a head with logits of about size 4, and targets including the last class."""
     torch.manual_seed(num_classes)
     hidden = torch.randn(num_rows, width, device=DEVICE, requires_grad=True)
     weight = torch.randn(num_classes, width, device=DEVICE, requires_grad=True)
@@ -70,14 +70,14 @@ def make_inputs(
 
 
 def compute(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> list[Tensor]:
-    """A loss, and the gradients of three times as much."""
+    """A loss, and the gradients of three times that loss."""
     found = loss(hidden, weight, targets, IGNORE)
     return [found.detach(), *torch.autograd.grad(3 * found, (hidden, weight))]
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # of seven rows: three, three and one
+    # splits seven rows into three, three and one
     monkeypatch.setattr(cross_entropy, "CHUNK_TOKENS", 3)
 
 
@@ -113,9 +113,9 @@ def test_logits_are_made_in_aligned_rows(num_classes: int, monkeypatch: pytest.M
     compute(partial(linear_cross_entropy, chunked=True), *make_inputs(num_classes))
     assert [len(logits) for logits in seen] == [3, 3, 1]
     for logits in seen:
-        # a whole number of 64 and no more of them than it takes
+        # the smallest sufficient multiple of 64
         assert logits.stride() == (-(-num_classes // 64) * 64, 1)
-        # what is now their gradient
+        # they now hold the gradient
         assert not logits[:, num_classes:].any()
         assert logits.isfinite().all()
 
@@ -123,7 +123,7 @@ def test_logits_are_made_in_aligned_rows(num_classes: int, monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [40.0, -40.0])
 def test_padding_does_not_count_beside_far_logits(value: float) -> None:
-    """A logit of 0 in the padding would be all of the softmax, or none of it."""
+    """A logit of 0 in the padding would dominate the softmax, or vanish in it."""
     hidden = torch.ones(3, 4, device=DEVICE, requires_grad=True)
     weight = torch.full((5, 4), value, device=DEVICE, requires_grad=True)
     targets = torch.tensor([0, 1, 4], device=DEVICE)
@@ -146,8 +146,8 @@ def test_chunks_under_autocast(num_classes: int) -> None:
         assert first.dtype == torch.float32
         error = (first - second).norm() / second.norm()
         assert error < 2e-2
-    # the head's gradient is summed over three chunks in float32 and rounded once, to what the cast
-    # of the weight takes
+    # the head's gradient is summed over three chunks in float32 and rounded once, to the dtype of
+    # the cast weight
     assert torch.equal(found[2], found[2].bfloat16().float())
 
 
@@ -182,7 +182,7 @@ def test_the_operation_is_what_it_says_to_the_compiler(num_classes: int, learns:
     torch.library.opcheck(
         torch.ops.depthmix.linear_cross_entropy.default,
         (hidden, weight, targets, num_classes, IGNORE, learns),
-        # the gradients among the results are no functions of the inputs to be differentiated again
+        # the gradients among the results are not differentiable functions of the inputs
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 
@@ -206,7 +206,7 @@ def test_compiled_in_one_piece() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("num_classes", [50257, 50304, 49153])
 def test_real_sizes(num_classes: int, compiled: bool, dtype: torch.dtype) -> None:
-    """Over a chunk and a part of one; in float32 the chunks are forced."""
+    """More than one chunk, the last one partial; in float32 chunking is forced."""
     torch._dynamo.reset()
     hidden, weight, targets = make_inputs(num_classes, num_rows=8192 + 808, width=768)
     with torch.no_grad():

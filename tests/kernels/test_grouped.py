@@ -30,7 +30,7 @@ def test_product_equals_a_loop_over_rows(counts: list[int], width: int, columns:
     truth = multiply_by_rows(x, weight, counts)
     torch.testing.assert_close(ours, truth, rtol=0, atol=1e-13)
     upstream = torch.randn_like(ours)
-    # an expert without rows has no gradient in the loop, which is zero
+    # an expert without rows has no gradient in the loop, which counts as zero
     expected = torch.autograd.grad(
         (truth * upstream).sum() + 0 * (x.sum() + weight.sum()), (x, weight)
     )
@@ -53,7 +53,7 @@ def test_product_that_asks_nobody_equals_the_loop(
 
 
 def test_product_that_asks_nobody_reads_no_number() -> None:
-    """A meta tensor has none; and rows that are not finite stay among themselves."""
+    """A meta tensor has no values to read; and non-finite rows do not affect others."""
     x, weight = torch.randn(6, 4), torch.randn(3, 4, 2)
     arguments = [t.to("meta") for t in (x, weight, make_ends([1, 0, 5]))]
     assert grouped.multiply_all_groups(*arguments).shape == (6, 2)

@@ -13,7 +13,7 @@ from depthmix.kernels import inverse, reference
 
 @pytest.fixture
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uninitialised floats are NaN, so that what is never written cannot pass for zero."""
+    """Make uninitialised floats NaN, so that unwritten memory cannot pass for zero."""
 
     def poison(make: Any) -> Any:
         def make_poisoned(*args: Any, **kwargs: Any) -> Tensor:
@@ -41,7 +41,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, int, int, int, bool, int]:
 
 
 def run_both(batch: int, length: int, places: int, width: int, full: bool, seed: int) -> list[Any]:
-    """[inverse, reference], each: the gathered rows, the sum, and every gradient."""
+    """[inverse, reference], for each: the gathered rows, the sum, and every gradient."""
     made = torch.Generator().manual_seed(seed)
     counts = None if full else torch.randint(0, places + 1, (batch,), generator=made)
     index, slot = reference.select_topk(torch.randn(batch, length, generator=made), places, counts)
@@ -60,7 +60,7 @@ def run_both(batch: int, length: int, places: int, width: int, full: bool, seed:
 
 
 @pytest.mark.usefixtures("_poisoned_memory")
-# the fixture replaces functions, which every example may share
+# the fixture only replaces functions, so examples may share it
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shapes())
 def test_inverse_equals_the_reference(shape: tuple[int, int, int, int, bool, int]) -> None:
@@ -111,6 +111,6 @@ def test_mixed_types_keep_their_gradients_types(dtype: torch.dtype) -> None:
     assert update.grad is not None
     assert weight.grad is not None
     assert (x.grad.dtype, update.grad.dtype, weight.grad.dtype) == (dtype, dtype, torch.float32)
-    # the gate's gradient is a sum over the whole width: in float32, also where the stream is not
+    # the gate's gradient is a sum over the whole width: in float32 even if the stream is not
     taken = inverse.take_rows(upstream, index).double() * update.detach().double()
     torch.testing.assert_close(weight.grad.double(), taken.sum(2), rtol=1e-5, atol=1e-5)

@@ -32,7 +32,7 @@ def test_a_frozen_weight_has_no_gradient_computed(compiled: bool) -> None:
     function = (
         torch.compile(multiply, backend="aot_eager", fullgraph=True) if compiled else multiply
     )
-    # its product is one that no CPU has
+    # no CPU supports its product
     with pytest.raises((NotImplementedError, RuntimeError)):
         torch.mm(weight, weight.T, out_dtype=torch.float32)
     (found,) = torch.autograd.grad(function(x, weight).sum(), x)

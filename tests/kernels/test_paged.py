@@ -1,4 +1,4 @@
-"""The truth of paged attention against plain attention over each row's own tokens."""
+"""The reference of paged attention against plain attention over each row's own tokens."""
 
 import pytest
 import torch
@@ -13,21 +13,21 @@ MOST = 6
 
 
 class Rows:
-    """Pages for some rows, everything unwritten in them NaN, and each row's tokens beside them."""
+    """Pages for some rows, with NaN in everything unwritten, and a plain copy of each row."""
 
     def __init__(self, num_rows: int, groups: int, page_size: int, width: int = 4) -> None:
         num_pages = num_rows * MOST
         shape = (groups, num_pages, page_size, width)
         self.keys = torch.full(shape, torch.nan, dtype=torch.float64)
         self.values = torch.full(shape, torch.nan, dtype=torch.float64)
-        # pages in no order
+        # pages in random order
         self.table = torch.randperm(num_pages).view(num_rows, MOST).int()
         self.lengths = torch.zeros(num_rows, dtype=torch.int32)
         self.past: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_rows)]
         self.groups, self.width = groups, width
 
     def step(self, asking: list[int], giving: list[int], heads: int) -> tuple[Tensor, Tensor]:
-        """One step by pages, and the same by plain attention."""
+        """One step with pages, and the same with plain attention."""
         query = torch.randn(len(asking), heads, self.width, dtype=torch.float64)
         key, value = torch.randn(2, len(giving), self.groups, self.width, dtype=torch.float64)
         for place, row in enumerate(giving):
@@ -62,7 +62,7 @@ class Rows:
 def test_steps_equal_plain_attention(
     data: st.DataObject, heads: tuple[int, int], page_size: int
 ) -> None:
-    """Who gives a key and who asks changes from step to step, and so do their places."""
+    """Which rows have keys and queries changes from step to step, and so do their places."""
     torch.manual_seed(0)
     num_rows = data.draw(st.integers(1, 4))
     rows = Rows(num_rows, heads[1], page_size)
@@ -75,7 +75,7 @@ def test_steps_equal_plain_attention(
         torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
         assert not found[asking.index(-1)].any()
         assert rows.lengths.tolist() == [len(past) for past in rows.past]
-    # each token once in its slot, and nothing else was touched
+    # each token is in its slot exactly once, and nothing else was touched
     for row, past in enumerate(rows.past):
         for slot, both in enumerate(past):
             page = rows.table[row, slot // page_size]
@@ -87,7 +87,7 @@ def test_steps_equal_plain_attention(
 
 
 def test_narrow_types_are_attended_to_in_float32() -> None:
-    """Queries and keys are finite in float16, their product is not."""
+    """Queries and keys are finite in float16, but their product is not."""
     query = torch.full((1, 1, 4), 200.0, dtype=torch.float16)
     key, value = (torch.full((1, 1, 4), v, dtype=torch.float16) for v in (200.0, 2.0))
     pages = torch.zeros(2, 1, 1, 1, 4, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""Paged attention in Triton equals the torch truth: lengths, page borders, empty places."""
+"""Paged attention in Triton equals the reference: lengths, page boundaries, empty places."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def make_inputs(
     torch.manual_seed(0)
     page_size, most = 4, 12
     table = torch.randperm(len(lengths) * most).view(len(lengths), most).int()
-    # what no row holds is never read
+    # entries that no row holds must not be read
     pages = torch.full((2, groups, len(lengths) * most, page_size, width), torch.nan)
     for row, length in enumerate(lengths):
         for slot in range(length):
@@ -61,7 +61,7 @@ def test_equals_the_truth(
 
 
 def test_pages_may_lie_in_any_order_in_memory() -> None:
-    """On a GPU a page's heads lie beside each other, on a CPU a head's pages do."""
+    """On a GPU a page's heads are contiguous, on a CPU a head's pages are."""
     inputs = make_inputs(4, 2, 16, [5, 9], [1, 0], [0, 1])
     truth = attend_pages(*[t.clone() for t in inputs])
     inputs = [t.to(DEVICE) for t in inputs]

@@ -1,4 +1,4 @@
-"""Products run in the type that autocast says, and in the tensor's own where it is stopped."""
+"""Products run in the autocast dtype, and in the tensor's own dtype while autocast is stopped."""
 
 import torch
 import torch.nn.functional as F

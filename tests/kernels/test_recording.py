@@ -8,7 +8,7 @@ from depthmix.kernels.recording import record_graph
 
 
 class Circle:
-    """Refers to itself, so that only a collection frees what it holds."""
+    """Refers to itself, so that only garbage collection frees it."""
 
     def __init__(self, held: object) -> None:
         self.held, self.own = held, self
@@ -25,11 +25,11 @@ def _collect_often() -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_collect_often")
 def test_a_graph_that_is_garbage_does_not_spoil_another() -> None:
-    """As an engine that was dropped while another one records its steps."""
+    """As when an engine was dropped while another one records its steps."""
     x = torch.arange(4.0, device="cuda")
     for _ in range(20):
         graph, doubled = record_graph(lambda: x * 2)
-        # tuples and lists, as any work makes them on the way
+        # allocates tuples and lists, as any real work does
         record_graph(lambda: [[x + 1, [n]] for n in range(20)])
         graph.replay()
         torch.cuda.synchronize()

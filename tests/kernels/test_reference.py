@@ -1,4 +1,4 @@
-"""The kernels' truth against plain Python: sorting lists, looping over tokens."""
+"""The reference kernels against plain Python: sorting lists, looping over tokens."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_select_topk_equals_a_sorted_list(
         assert index[number, :count].tolist() == expected
         by_hand = [expected.index(i) if i in expected else -1 for i in range(len(row))]
         assert slot[number].tolist() == by_hand
-        # the rest are other tokens: no index twice, so that a scatter never collides
+        # the rest are other tokens: no index appears twice, so a scatter never collides
         assert len(set(index[number].tolist())) == num_kept
 
 

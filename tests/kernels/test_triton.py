@@ -14,7 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel forgets to write is never right by luck."""
+    """Memory that a kernel forgets to write must not be right by chance."""
     plain_empty, plain_new_empty = torch.empty, Tensor.new_empty
 
     def spoil(made: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def test_select_topk(seed: int, partial: bool, scores: str) -> None:
     if scores == "ties":
         values = values.round()
     elif scores == "zeros":
-        # -0.0 and 0.0 are one score
+        # -0.0 and 0.0 are the same score
         values = torch.where(values > 0, 0.0, -0.0)
     elif scores == "infinite":
         values = values.masked_fill(values < 0, -torch.inf).masked_fill(values > 1, torch.inf)
@@ -60,7 +60,7 @@ def test_rotate_split(seed: int, shared_phase: bool) -> None:
     phase = torch.randn(1 if shared_phase else rows, tokens, 2, half, device=DEVICE)
     ours = kernels.rotate_split(x, phase, queries)
     truth = reference.rotate_split(x, phase, queries)
-    # attention hands back gradients in a layout of its own
+    # attention returns gradients in a layout of its own
     grads = [torch.randn_like(part.transpose(1, 2).contiguous()).transpose(1, 2) for part in truth]
     for value, expected in zip(ours, truth, strict=True):
         torch.testing.assert_close(value, expected)

@@ -1,4 +1,4 @@
-"""Sampling: causal decisions, a cache of routed tokens only, and batches that requests share."""
+"""Inference: causal routing decisions, a cache of routed tokens only, and continuous batching."""
 
 from depthmix.infer.depth import Depth
 from depthmix.infer.engine import Engine

@@ -1,7 +1,7 @@
-"""Keys and values in pages, and attention over them for a batch of sequences of any lengths.
+"""Paged keys and values, and attention over them for batches of sequences of any length.
 
-A page holds some tokens of one layer of one row, so a routed block's cache takes room for its
-routed tokens only. Owns the tensors; who gets which page is `pages`' business.
+A page holds tokens of one layer of one row, so a routed block's cache takes memory for its routed
+tokens only. Owns the tensors; `pages` decides which row gets which page.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ from depthmix.nn.attention import Place, attend
 
 
 class Span(NamedTuple):
-    """Consecutive tokens of one sequence that a step computes."""
+    """Consecutive tokens of one sequence, computed in one step."""
 
     row: int
     start: int
@@ -29,12 +29,12 @@ class Span(NamedTuple):
 
 
 class LayerUse(NamedTuple):
-    """What one layer did for one span."""
+    """Work of one layer for one span."""
 
     num_queries: int = 0
     num_stored: int = 0
     num_pairs: int = 0
-    """(query, key) pairs that attention looked at."""
+    """(query, key) pairs computed by attention."""
 
 
 def add_uses(
@@ -43,7 +43,7 @@ def add_uses(
     expert_layers: Iterable[int] = (),
     num_expert_pairs: int = 0,
 ) -> Usage:
-    """One span's use over all layers."""
+    """Sum one span's work over all layers."""
     routed = [uses[layer] for layer in routed_layers]
     return Usage(
         num_visits=sum(use.num_queries for use in uses),
@@ -68,12 +68,12 @@ class PagedCache:
         dtype: torch.dtype,
         by_page: bool | None = None,
     ) -> None:
-        """`by_page` keeps all heads of a page beside each other, as kernels want it on a GPU."""
+        """`by_page` stores all heads of a page contiguously, as GPU kernels need it."""
         self.pages = pages
         self.num_layers = config.num_layers
         num_heads, head_width = config.shape.num_kv_heads, config.shape.head_width
         if not (device.type != "cpu" if by_page is None else by_page):
-            # a head's pages beside each other: gathering them gives attention its own layout
+            # a head's pages are contiguous: gathering them yields attention's own layout
             shape = (num_heads, pages.num_pages, pages.page_size, head_width)
             self.key, self.value = (torch.zeros(shape, dtype=dtype) for _ in range(2))
         else:
@@ -84,11 +84,11 @@ class PagedCache:
         shape = pages.tables.shape
         self.tables = torch.zeros(shape, device=device, dtype=torch.int32)
         self.lengths = torch.zeros(shape[:2], device=device, dtype=torch.int32)
-        """Tokens stored, for steps that never ask the host; true after `send_lengths`."""
+        """Tokens stored, for steps that run without the host; valid after `send_lengths`."""
 
     @property
     def bytes_per_page(self) -> int:
-        """Memory of one page, keys and values."""
+        """Memory of one page, keys and values together."""
         return 2 * self.key[:, 0].numel() * self.key.element_size()
 
     def follow(self, changes: Changes) -> None:
@@ -96,27 +96,27 @@ class PagedCache:
         if len(changes.places):
             new = torch.from_numpy(np.stack(changes))
             if self.tables.is_cuda:
-                # from pinned memory the host need not wait
+                # with pinned memory the host need not wait
                 new = new.pin_memory().to(self.tables.device, non_blocking=True)
-            # a place that is named twice gets the same page twice
+            # an entry listed twice gets the same page both times
             self.tables.view(-1).index_copy_(0, new[0], new[1].int())
 
     def send_tables(self) -> None:
-        """Bring all of the device's tables up to date, whatever it was told."""
+        """Send all tables to the device, whatever was sent before."""
         self.pages.drain_changes()
         self.follow(self.pages.list_everything())
 
     def send_lengths(self) -> None:
-        """Bring the device's lengths up to date with the books."""
+        """Send the host's lengths to the device."""
         self.lengths.copy_(torch.from_numpy(self.pages.lengths.astype(np.int32)).T)
 
     def view(self, spans: Sequence[Span]) -> "StepCache":
-        """The cache as one forward pass over these spans, one after the other, sees it."""
+        """The cache as seen by one forward pass over these spans, concatenated."""
         return StepCache(self, spans)
 
 
 class StepCache:
-    """One step's cache; afterwards it knows what each layer stored."""
+    """The cache for one step; records what each layer stored."""
 
     def __init__(self, cache: PagedCache, spans: Sequence[Span]) -> None:
         self.spans = spans
@@ -128,12 +128,12 @@ class StepCache:
     def advance(
         self, num_rows: int, num_tokens: int, present: Bool[Tensor, "B T"] | None
     ) -> Int[Tensor, "B T"]:
-        """Positions of the spans' tokens, which stand in one row."""
+        """Positions of the spans' tokens, which form a single row."""
         assert (num_rows, num_tokens) == self.positions.shape
         return self.positions
 
     def document_ids(self) -> Int[Tensor, "1 T"] | None:
-        """Which span each token belongs to; None where there is only one."""
+        """Index of each token's span; None if there is only one span."""
         if len(self.spans) == 1:
             return None
         counts = torch.tensor([span.count for span in self.spans])
@@ -159,7 +159,7 @@ class PagedLayer:
         place: Place,
         source: Place,
     ) -> Float[Tensor, "B T N H"]:
-        """Store each span's keys and values at its row's end; its queries see them in order."""
+        """Append each span's keys and values to its row, then attend to them causally."""
         mixed, own = [], place is source
         stops = zip(self._count(place), self._count(source), strict=True)
         query_at = key_at = 0
@@ -181,17 +181,17 @@ class PagedLayer:
                 visible = (torch.searchsorted(offered, asking, right=True) + length).tolist()
             self.uses[number] = LayerUse(num_queries, num_keys, sum(visible))
             if own and length == 0:
-                # nothing lies before: what was just written need not be read again
+                # an empty past: what was just written need not be read back
                 mixed.append(attend(query[:, here], key[:, new], value[:, new], None))
                 continue
             mixed.append(self._read(row, length + num_keys, query[:, here], visible))
         if not mixed:
-            # decoupled routing: every token here offers its keys and asks for nothing
+            # decoupled routing: all tokens here only provide keys, none is a query
             return query
         return torch.cat(mixed, dim=1) if len(mixed) != 1 else mixed[0]
 
     def _count(self, place: Place) -> list[int]:
-        """How many tokens of each span are here."""
+        """Count the tokens of each span at `place`."""
         if place.documents is None:
             return [place.positions.shape[1]]
         # documents are numbered from 1, in the spans' order
@@ -216,7 +216,7 @@ class PagedLayer:
     def _read(
         self, row: int, length: int, query: Float[Tensor, "1 T N H"], visible: Iterable[int]
     ) -> Float[Tensor, "1 T N H"]:
-        """Each query over the first `visible` of the row's `length` keys."""
+        """Attend from each query to the first `visible` of the row's `length` keys."""
         cache = self.cache
         num_pages = -(-length // cache.pages.page_size)
         pages = cache.tables[self.index, row, :num_pages]

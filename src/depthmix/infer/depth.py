@@ -1,7 +1,7 @@
 """How deep each token went, and what it cost: counted, not estimated.
 
-Attention counts the (query, key) pairs that causal order leaves, and the head the tokens whose
-logits were asked for. Knows nothing of torch.
+Attention counts the (query, key) pairs that the causal mask allows, and the head counts the tokens
+whose logits were requested. Does not depend on torch.
 """
 
 import operator
@@ -17,26 +17,26 @@ Path = tuple[bool, ...]
 
 
 class Usage(NamedTuple):
-    """What some tokens of one sequence used, all layers together."""
+    """Work spent on some tokens of one sequence, over all layers."""
 
     num_visits: int
-    """Blocks that were run, each counted once for each of its tokens."""
+    """Block visits: the blocks run, counted once per token."""
     num_routed_visits: int
-    """Those of them that are routed."""
+    """Visits to routed blocks."""
     num_expert_visits: int
-    """Those of them that have experts."""
+    """Visits to blocks with experts."""
     num_stored: int
-    """Keys and values that were stored."""
+    """Keys and values stored."""
     num_routed_stored: int
-    """Those of them in routed blocks."""
+    """Keys and values stored in routed blocks."""
     num_pairs: int
-    """(query, key) pairs that attention looked at."""
+    """(query, key) pairs computed by attention."""
     num_expert_pairs: int
-    """(token, expert) pairs that experts computed."""
+    """(token, expert) pairs computed by experts."""
 
 
 class Paths(Sequence[Path]):
-    """The paths of some tokens, one byte for each routed block: few users look at all of them."""
+    """Paths of tokens, one byte per routed block; decoded on access, as few users read them all."""
 
     def __init__(self, taken: bytes, num_tokens: int) -> None:
         self.taken, self.num_tokens = taken, num_tokens
@@ -75,15 +75,15 @@ class Paths(Sequence[Path]):
 
 
 class Trail:
-    """The paths of a sample's tokens while they are computed."""
+    """Collects the paths of a sample's tokens as they are computed."""
 
     def __init__(self) -> None:
         self.taken, self.num_tokens = bytearray(), 0
 
     def add(self, start: int, count: int, taken: bytes) -> None:
-        """Tokens from position `start` on took these paths, a byte for each routed block.
+        """Record the paths of `count` tokens from position `start`, one byte per routed block.
 
-        Tokens that are computed again after a preemption take the same paths as before.
+        Tokens recomputed after a preemption take the same paths as before.
         """
         num_known, self.num_tokens = self.num_tokens, max(self.num_tokens, start + count)
         if num_known > start:
@@ -91,7 +91,7 @@ class Trail:
         self.taken += taken
 
     def read(self) -> Paths:
-        """All of them so far."""
+        """Return all paths so far."""
         return Paths(bytes(self.taken), self.num_tokens)
 
 
@@ -99,47 +99,46 @@ class Depth(NamedTuple):
     """Where a sequence's compute went."""
 
     blocks: Sequence[Path]
-    """For every token that was computed, the prompt's first: which routed blocks it went through,
-    in order."""
+    """For every token computed, starting with the prompt: which routed blocks it went through, in
+    order."""
     flops: int
-    """FLOPs spent, on tokens that were computed twice also twice."""
+    """FLOPs spent; tokens computed twice count twice."""
     dense_flops: int
     """FLOPs of the same work if every token went through every block."""
     num_visits: int
-    """Blocks that were run, each counted once for each of its tokens; all blocks, not only routed
-    ones."""
+    """Block visits, counted once per token and block run; all blocks, not only routed ones."""
     num_visits_dense: int
-    """The same if every token went through every block."""
+    """Block visits if every token went through every block."""
 
     @property
     def share_saved(self) -> float:
-        """Part of the dense FLOPs that was not spent."""
+        """Fraction of the dense FLOPs that was saved."""
         return 1 - self.flops / self.dense_flops if self.dense_flops else 0.0
 
     @property
     def share_executed(self) -> float:
-        """Part of all block visits that happened."""
+        """Fraction of the dense block visits that took place."""
         return self.num_visits / self.num_visits_dense if self.num_visits_dense else 1.0
 
 
 def join_depths(depths: Sequence[Depth]) -> Depth:
-    """Several sequences' compute as one."""
+    """Merge the compute of several sequences."""
     blocks = tuple(path for depth in depths for path in depth.blocks)
     return Depth(blocks, *(sum(column) for column in list(zip(*depths, strict=True))[1:]))
 
 
 class DepthMeter:
-    """Adds up one sample's compute."""
+    """Sums up one sample's compute."""
 
     def __init__(self, config: ModelConfig, selector: str | None = None) -> None:
         sizes, blocks = matrix_sizes(config), list(list_blocks(config))
         self.sizes, self.num_layers = sizes, len(blocks)
         self.num_deciders = sum(block.num_deciders for block in blocks)
-        # a predictor decides without the router, which then scores only who is kept
+        # a predictor decides without the router, which then scores kept tokens only
         self.num_scoring = 0 if selector == "predictor" else self.num_deciders
         self.decoupled = config.routing.kv_capacity is not None
         self.pair_flops = 4 * config.num_heads * config.shape.head_width
-        # one token through all blocks, without deciding over depth
+        # one token through all blocks, without depth routing
         num_expert_blocks = sum(block.has_experts for block in blocks)
         places = round(num_expert_blocks * config.experts.capacity)
         self.dense_weights = (
@@ -152,30 +151,30 @@ class DepthMeter:
         self.num_tokens = self.num_dense_pairs = 0
 
     def copy(self) -> "DepthMeter":
-        """A new one for the same model, to which nothing was added."""
+        """Return a new, empty meter for the same model."""
         other = copy(self)
         other._used = Usage(0, 0, 0, 0, 0, 0, 0)
         other.num_tokens = other.num_dense_pairs = 0
         return other
 
     def add(self, count: int, used: Usage) -> None:
-        """The first `count` tokens of the sample were computed, and used so much.
+        """Add the work spent on the sample's first `count` tokens.
 
-        They are added whenever the sample gives up its place in the cache: tokens that were
-        computed twice count twice.
+        Called whenever the sample gives up its place in the cache, so tokens computed twice count
+        twice.
         """
         self._used = Usage(*map(operator.add, self._used, used))
         self.num_tokens += count
         self.num_dense_pairs += self.num_layers * count * (count + 1) // 2
 
     def read(self, num_logits: int, paths: Sequence[Path]) -> Depth:
-        """What was added so far; logits of so many tokens were asked for."""
+        """Return the total so far, given the number of tokens whose logits were requested."""
         used, sizes, count = self._used, self.sizes, self.num_tokens
         weights = used.num_visits * (sizes.query + sizes.out) + used.num_stored * sizes.key_value
         weights += (used.num_visits - used.num_expert_visits) * sizes.mlp
         weights += used.num_expert_visits * (sizes.expert_router + sizes.expert_predictor)
         weights += used.num_expert_pairs * sizes.expert
-        # a router that decides scores every token, and the kept ones again for the gate
+        # a deciding router scores every token, and the kept ones again for the gate
         num_scored = count * self.num_scoring + used.num_routed_visits
         num_scored += used.num_routed_stored if self.decoupled else 0
         weights += num_scored * sizes.depth_router

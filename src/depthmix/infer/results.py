@@ -1,4 +1,4 @@
-"""What the engine tells: events while it works, results when a request is done. Plain data."""
+"""The engine's output: events during generation, results when a request is done. Plain data."""
 
 from typing import Literal, NamedTuple
 
@@ -8,7 +8,7 @@ Finish = Literal["stop", "length", "cancelled", "failed"]
 
 
 class Alternative(NamedTuple):
-    """A token that could have been, with its log-probability."""
+    """A token that could have been chosen, with its log-probability."""
 
     token: int
     logprob: float
@@ -19,14 +19,14 @@ class Sample(NamedTuple):
 
     tokens: tuple[int, ...]
     text: str | None
-    """None where the engine was given no `decode`."""
+    """None if the engine was created without `decode`."""
     finish: Finish
     """stop: a stop token (which is the last of `tokens`) or string; length: max_tokens, or the
     model's max_seq_len; cancelled; failed: its text could not be decoded."""
     logprobs: tuple[float, ...] | None
-    """Of each token, under the model itself; None unless asked for."""
+    """Each token's, under the model itself; None unless requested."""
     top_logprobs: tuple[tuple[Alternative, ...], ...] | None
-    """The most probable tokens at each place, as many as were asked for."""
+    """The most probable tokens at each position, as many as requested."""
     depth: Depth
     """Where its compute went."""
     error: Exception | None = None
@@ -38,15 +38,15 @@ class Event(NamedTuple):
 
     request: int
     sample: int
-    """Which of the request's n samples."""
+    """Index among the request's n samples."""
     token: int | None
-    """None where a sample ended without a new token."""
+    """None if the sample ended without a new token."""
     text: str
-    """What is certain now; empty while bytes of a character or a stop string may be under way."""
+    """Text that is now final; empty while a character or a stop string may be incomplete."""
     path: Path
-    """The routed blocks that the token before this one went through."""
+    """The routed blocks that the previous token went through."""
     result: Sample | None
-    """The whole sample where this is its end."""
+    """The finished sample, if this event ends it."""
 
 
 class Result(NamedTuple):
@@ -58,14 +58,14 @@ class Result(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Where the engine stands."""
+    """The engine's current state."""
 
     num_running: int
     num_waiting: int
     num_preempted: int
-    """Times that a sequence gave up its pages for an older one, so far."""
+    """How often a sequence has given up its pages for an older one."""
     cache_bytes: int
-    """Pages in use now."""
+    """Memory of pages in use now."""
     cache_bytes_peak: int
     cache_bytes_total: int
-    """All pages that there are."""
+    """Memory of all pages."""

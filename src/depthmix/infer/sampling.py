@@ -1,7 +1,7 @@
-"""How the next token is drawn: penalty, temperature, filters, and noise made of a seed.
+"""How the next token is drawn: penalty, temperature, filters, and noise derived from a seed.
 
-Owns `SamplingParams` and the pure function from logits to tokens. Does not know what a request is,
-who else is in the batch, or where the logits come from.
+Owns `SamplingParams` and the pure function from logits to tokens. Knows nothing of requests, the
+rest of the batch, or the origin of the logits.
 """
 
 import math
@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-# `float` alone refuses 0 and 1 where types are checked at run time
+# `float` alone rejects 0 and 1 where types are checked at run time
 Number = float | int
 
-# SplitMix64's constants, as int64 has them
+# SplitMix64's constants, as int64 represents them
 _GOLDEN, _FIRST, _SECOND = (
     bits - (1 << 64) for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -27,36 +27,36 @@ _INT64 = 1 << 63
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What one request asks for: how tokens are drawn, when to stop, what to tell beside them.
+    """What one request asks for: how to draw tokens, when to stop, what to return with them.
 
     >>> SamplingParams(max_tokens=64, temperature=0.8, top_p=0.95, stop=["end"], seed=1).stop
     ('end',)
     """
 
     max_tokens: int = 128
-    """Most tokens to generate."""
+    """Maximum number of tokens to generate."""
     temperature: Number = 1.0
-    """What logits are divided by; 0 always takes the most probable token."""
+    """Divisor of the logits; 0 always takes the most probable token."""
     top_k: int = 0
-    """Draw among this many most probable tokens; 0 means all."""
+    """Draw from this many most probable tokens; 0 means all."""
     top_p: Number = 1.0
-    """Draw among the fewest tokens whose probability reaches this share, in (0, 1]; 1 means all."""
+    """Draw from the fewest tokens whose total probability reaches this, in (0, 1]; 1 means all."""
     min_p: Number = 0.0
-    """Draw among tokens at least this share as probable as the most probable one; 0 means all."""
+    """Draw from tokens at least this fraction as probable as the best one; 0 means all."""
     repetition_penalty: Number = 1.0
-    """What divides a positive logit and multiplies a negative one, for tokens of the prompt and of
-    the output so far; 1 changes nothing."""
+    """Divides positive logits and multiplies negative ones, for tokens in the prompt or in the
+    output so far; 1 changes nothing."""
     stop_tokens: Sequence[int] = ()
     """Token ids that end a sample."""
     stop: Sequence[str] = ()
     """Strings that end a sample; its text ends before them."""
     logprobs: int | None = None
-    """Number of alternatives whose log-probabilities are told beside the chosen token's; 0 tells
-    the chosen one's only, None tells nothing."""
+    """Number of alternatives whose log-probabilities are returned with the chosen token's; 0
+    returns the chosen token's only, None returns nothing."""
     n: int = 1
     """Number of samples."""
     seed: int | None = None
-    """What the random numbers are made of; None lets the engine choose."""
+    """Seed of the random numbers; None lets the engine choose."""
 
     def __post_init__(self) -> None:
         problem = next(_find_problems(self), None)
@@ -67,20 +67,20 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether a token may be refused that the model gives some probability.
+        """Whether tokens with non-zero probability may be excluded.
 
-        Greedy sampling needs no filter: each of them keeps the most probable token.
+        Greedy sampling needs no filter: every filter keeps the most probable token.
         """
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the most probable token is all that is asked for."""
+        """Whether only the most probable token is requested."""
         return self.temperature == 0 and self.repetition_penalty == 1 and self.logprobs is None
 
 
 class Settings(NamedTuple):
-    """What `sample` needs to know of every row."""
+    """What `sample` needs to know about each row."""
 
     temperature: Float[Tensor, " B"]
     """float64; 0 is greedy."""
@@ -95,7 +95,7 @@ class Settings(NamedTuple):
     seed: Int[Tensor, " B"]
     """int64."""
     step: Int[Tensor, " B"]
-    """int64: index of the new token in its own sequence, so that each gets noise of its own."""
+    """int64: index of the new token in its sequence, so that each token gets its own noise."""
 
 
 class Sampled(NamedTuple):
@@ -103,13 +103,13 @@ class Sampled(NamedTuple):
 
     token: Int[Tensor, " B"]
     logprob: Float[Tensor, " B"]
-    """Of the token, as the model itself has it: temperature 1, no penalty, no filter."""
+    """The token's, under the model itself: temperature 1, no penalty, no filter."""
 
 
 def pack_settings(
     params: Sequence[SamplingParams], seeds: Sequence[int], steps: Sequence[int]
 ) -> tuple[Float[Tensor, "4 B"], Int[Tensor, "3 B"]]:
-    """One row for each of `params`, all in two tensors on the host."""
+    """Pack the settings of all rows into two tensors on the host."""
     if not len(params) == len(seeds) == len(steps):
         raise ValueError(
             f"there are {len(params)} params, {len(seeds)} seeds and {len(steps)} steps: give one "
@@ -122,7 +122,7 @@ def pack_settings(
         [p.repetition_penalty for p in params],
     ]
     counts = [[p.top_k for p in params], list(seeds), list(steps)]
-    # through arrays, which take lists in a third of the time
+    # via NumPy arrays, which convert lists in a third of the time
     packed = np.array(shares, dtype=np.float64), np.array(counts, dtype=np.int64)
     return torch.from_numpy(packed[0]), torch.from_numpy(packed[1])
 
@@ -143,23 +143,23 @@ def sample(
 ) -> Sampled:
     """Draw each row's next token by the Gumbel-max trick: argmax of log p + noise.
 
-    A row's token depends on its own logits and settings only, so not on its place in the batch.
-    `seen` marks the tokens that the penalty is for. `filtered=False` is the short way where no
-    row filters: it gives the same tokens without sorting.
+    A row's token depends only on its own logits and settings, not on its place in the batch.
+    `seen` marks the tokens to penalise. `filtered=False` is a shortcut for batches in which no row
+    filters: it gives the same tokens without sorting.
     """
     scores_BV = logits.float()
     if seen is not None:
         scores_BV = _penalize(scores_BV, settings.penalty[:, None], seen)
-    # whatever the model gave, no NaN can arise below, and every row has a token
+    # whatever the model's output, no NaN can arise below, and every row gets a token
     scores_BV = scores_BV.nan_to_num(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
     ids_BV = torch.arange(logits.shape[1], device=logits.device)[None, :].expand_as(scores_BV)
     if filtered:
-        # stable: of equal tokens the lowest id comes first, on every device
+        # stable: ties go to the lowest id, on every device
         scores_BV, ids_BV = scores_BV.sort(dim=1, descending=True, stable=True)
     top_B1 = scores_BV.amax(dim=1, keepdim=True).clamp(min=-_LARGEST)
     greedy_B1 = settings.temperature[:, None] == 0
     temperature_B1 = settings.temperature[:, None].masked_fill(greedy_B1, 1.0)
-    # below the best one before dividing: a small temperature gives -inf and never inf - inf
+    # subtract the maximum before dividing: a small temperature gives -inf, never inf - inf
     scores_BV = (scores_BV.double() - top_B1) / temperature_B1
     if filtered:
         scores_BV = scores_BV.masked_fill(~keep_tokens(scores_BV, settings), -torch.inf)
@@ -173,26 +173,26 @@ def sample(
 def top_logprobs(
     logits: Float[Tensor, "B V"], k: int
 ) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"]]:
-    """The k highest log-probabilities of the model itself and their ids, highest first.
+    """Return the model's own k highest log-probabilities and their ids, highest first.
 
-    Of equal tokens the lowest id comes first. There are fewer where the vocabulary has fewer.
+    Ties go to the lowest id. A vocabulary smaller than k gives fewer.
     """
     values_BV, ids_BV = logits.float().log_softmax(dim=1).sort(dim=1, descending=True, stable=True)
     return values_BV[:, :k], ids_BV[:, :k]
 
 
 def keep_tokens(scores: Float[Tensor, "B V"], settings: Settings) -> Bool[Tensor, "B V"]:
-    """Which tokens the filters leave: top_k, then top_p, then min_p.
+    """Return which tokens pass the filters: top_k, then top_p, then min_p.
 
-    `scores` are log-probabilities less the best one's, float64 and in falling order. Each filter
-    means the probabilities that the one before left. Of equal tokens the earlier ones go first.
+    `scores` are log-probabilities minus the best one, float64 and in descending order. Each filter
+    works on the probabilities that the previous one kept. Ties go to earlier tokens.
     """
     top_k_B1, top_p_B1 = settings.top_k[:, None], settings.top_p[:, None]
     rank_V = torch.arange(scores.shape[1], device=scores.device)
     kept_BV = (rank_V < top_k_B1) | (top_k_B1 == 0)
-    # p / p of the best one; renormalising would change both alike
+    # p relative to the best token's p; renormalising would scale both alike
     ratio_BV = scores.exp()
-    # Whole numbers add up to the same in any order, so that a sum at the very edge of top_p does
+    # Integer sums do not depend on the order of addition, so a sum at the very edge of top_p does
     # not depend on the device or on the number of rows. 2^40 leaves room for 2^22 tokens.
     mass_BV = (ratio_BV * 2.0**40).round().long().masked_fill(~kept_BV, 0)
     above_BV = mass_BV.cumsum(dim=1) - mass_BV
@@ -204,16 +204,16 @@ def keep_tokens(scores: Float[Tensor, "B V"], settings: Settings) -> Bool[Tensor
 def draw_gumbel(
     seed: Int[Tensor, " B"], step: Int[Tensor, " B"], ids: Int[Tensor, "B V"]
 ) -> Float[Tensor, "B V"]:
-    """Gumbel noise, float64: a hash of seed, step and token id, and of nothing else.
+    """Return float64 Gumbel noise: a hash of seed, step and token id, and nothing else.
 
-    The bits are the same on every device. float64 keeps the rounding of its logarithms, which is
-    the device's own, far below what could change the largest sum.
+    The bits are the same on every device. Logarithms round differently by device, but in float64
+    by far too little to change which sum is largest.
     """
     key_B = _mix(_mix(seed) + step)
-    # Ids are added before anything is multiplied: compiled by inductor (torch 2.13), a range times
-    # a constant this large gave wrong noise, or broke memory.
+    # Ids are added before the multiplication: compiled by inductor (torch 2.13), a range times a
+    # constant this large gave wrong noise or corrupted memory.
     bits_BV = _mix((key_B[:, None] + ids) * _GOLDEN)
-    # 52 bits and a half: exact in float64, and neither 0 nor 1, whose noise would be infinite
+    # 52 bits plus one half: exact in float64, and never 0 or 1, whose noise would be infinite
     uniform_BV = (_shift_right(bits_BV, 12).double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform_BV))
 
@@ -235,12 +235,12 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:
-    # `>>` alone repeats the sign bit
+    # `>>` alone replicates the sign bit
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 
 def _find_problems(params: SamplingParams) -> Iterator[str]:
-    """Everything wrong with the parameters, a sentence each; types first."""
+    """Yield a sentence for everything wrong with the parameters; types first."""
     whole, number = "a whole number", "a number"
     for name in ("max_tokens", "top_k", "n"):
         yield from _misfit(name, getattr(params, name), int, whole)
@@ -250,7 +250,7 @@ def _find_problems(params: SamplingParams) -> Iterator[str]:
         yield from _misfit(name, getattr(params, name), Number, number)
     for name, kind, items in (("stop_tokens", int, "token ids"), ("stop", str, "strings")):
         value = getattr(params, name)
-        # one string is a sequence too, and its letters are not what was meant
+        # a lone string is a sequence too, but its characters are not what was meant
         yield from _misfit(name, value, list | tuple, f"a list of {items}")
         for item in value:
             yield from _misfit(name, item, kind, f"a list of {items}")
@@ -275,7 +275,7 @@ def _find_problems(params: SamplingParams) -> Iterator[str]:
     if any(token < 0 for token in params.stop_tokens):
         yield f"stop_tokens = {list(params.stop_tokens)} must be token ids, 0 or more"
     if "" in params.stop:
-        yield "stop must not hold an empty string, which every text begins with"
+        yield "stop must not contain an empty string, which every text begins with"
     if params.seed is not None and not -_INT64 <= params.seed < _INT64:
         yield f"seed = {params.seed} must fit in 64 bits: from -2^63 to 2^63 - 1"
 

@@ -1,11 +1,11 @@
-"""Who computes what in the next step: continuous batching over a paged cache.
+"""Plan the next step: continuous batching over a paged cache.
 
-Arrival order decides. Running sequences that decode go first, then those that still compute
-their prompt, then the waiting line; who came last gives up its pages when an older one lacks
-some, and is computed again later. The oldest sequence is never held up by a younger one's
-demands, so everybody finishes. Steps may be planned while others are under way: what those will
-have computed counts as computed, and the token that one will sample counts as known. Knows how
-many tokens a sequence has, not which, and nothing of the model.
+Sequences are served in arrival order. Running sequences that decode go first, then those still
+computing their prompt, then the waiting queue. When an older sequence runs short of pages, the
+youngest gives up its own and is recomputed later. A younger sequence never delays the oldest, so
+every sequence finishes. Steps may be planned while others are in flight: the tokens those will
+compute count as computed, and the tokens they will sample count as known. The scheduler knows how
+many tokens a sequence has, but not which ones, and nothing about the model.
 """
 
 from bisect import bisect_right, insort
@@ -20,22 +20,22 @@ from depthmix.infer.pages import Pages, Stored
 
 
 class Chunk(NamedTuple):
-    """Tokens start .. start + count - 1 of a sequence are computed in this step."""
+    """Tokens start .. start + count - 1 of a sequence, computed in this step."""
 
     key: int
     row: int
     start: int
     count: int
     samples: bool
-    """The last token's logits give the sequence's next token."""
+    """Whether the next token is sampled from the last token's logits."""
 
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """The chunks of a step, kept as columns.
+    """The chunks of a step, stored as columns.
 
-    A step of hundreds of rows is planned, filled in and settled by operations on whole columns:
-    the host has less than a millisecond for it.
+    A step of hundreds of rows is planned, filled in and settled by operations on whole columns,
+    because the host has less than a millisecond for it.
     """
 
     key: np.ndarray
@@ -46,7 +46,7 @@ class Plan:
 
     @classmethod
     def gather(cls, chunks: "Chunks") -> "Plan":
-        """The same chunks as columns."""
+        """Convert chunks to columns."""
         if isinstance(chunks, Plan):
             return chunks
         key, row, start, count, samples = np.array(chunks, dtype=np.int64).reshape(-1, 5).T
@@ -69,21 +69,21 @@ class Plan:
 Chunks = Plan | Sequence[Chunk]
 
 
-# compared by identity: two sequences are never the same one
+# compared by identity: two sequences are never equal
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """What stays the same while a sequence runs; what changes is kept by row."""
+    """What stays constant while a sequence runs; what changes is stored by row."""
 
     key: int
     arrival: int
     num_prompt: int
     num_known: int
-    """Tokens of the prompt and tokens sampled so far, while it waits."""
+    """Prompt tokens plus tokens sampled so far; maintained only while it waits."""
     max_known: int
     row: int | None = None
     num_needed: int = 0
-    """Pages it had when it was preempted and those of its next token: with fewer it would soon be
-    preempted again."""
+    """Pages it held when it was preempted, plus those of its next token: with fewer it would soon
+    be preempted again."""
 
 
 def _get_arrival(sequence: _Sequence) -> int:
@@ -91,18 +91,18 @@ def _get_arrival(sequence: _Sequence) -> int:
 
 
 class _BlockedError(Exception):
-    """Pages are missing, and whoever has to give way is in a step that is under way."""
+    """Pages are missing, and the sequence to preempt is part of a step in flight."""
 
 
 class Scheduler:
     """Plans steps of at most `max_step_tokens` tokens over at most `max_rows` sequences.
 
-    A chunk has at most `chunk_tokens` tokens. With `invariant` it ends at a multiple of that in its
-    sequence, which is its only limit: it does not depend on who else is there, and tokens that a
-    sequence sampled are also computed again one by one, because a product over several tokens
+    A chunk has at most `chunk_tokens` tokens. With `invariant`, the only limit is that it ends at a
+    multiple of `chunk_tokens` in its sequence, so it does not depend on the rest of the batch.
+    Sampled tokens are then also recomputed one by one, because a product over several tokens
     rounds differently from one over a single token. A chunk that does not fit into the step
-    then waits, so `max_step_tokens` should leave room for a chunk beside `max_rows` decoding
-    sequences. Without `invariant`, chunks are cut to what budget and pages allow.
+    waits, so `max_step_tokens` should leave room for a chunk beside `max_rows` decoding
+    sequences. Without `invariant`, chunks are cut to fit the token budget and the free pages.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Scheduler:
         invariant: bool,
         on_stop: Callable[[int, int, int], object] | None = None,
     ) -> None:
-        """`on_stop` hears the key, row and computed tokens of a sequence that gives up its row."""
+        """`on_stop` gets key, row and computed tokens of each sequence that gives up its row."""
         if not 1 <= max_rows <= pages.num_rows:
             raise ValueError(
                 f"max_rows must lie between 1 and the {pages.num_rows} rows of the page tables, "
@@ -137,27 +137,27 @@ class Scheduler:
         self.num_preempted = 0
         """Preemptions so far."""
         self._sequences: dict[int, _Sequence] = {}
-        # both in the order of arrival
+        # both in arrival order
         self._running: list[_Sequence] = []
         self._waiting: list[_Sequence] = []
-        # a heap: low rows first, so that a small batch is one at the front
+        # a heap: low rows first, so that a small batch occupies the first rows
         self._free_rows = list(range(max_rows))
         self._num_arrived = 0
-        # by row, of the sequence that has it
+        # indexed by row: state of the sequence that owns it
         self._key = np.full(max_rows, -1)
         self._num_prompt = np.zeros(max_rows, dtype=np.int64)
         self._num_known = np.zeros(max_rows, dtype=np.int64)
-        """Tokens of the prompt and tokens sampled so far."""
+        """Prompt tokens plus tokens sampled so far."""
         self._max_known = np.zeros(max_rows, dtype=np.int64)
         self._num_computed = np.zeros(max_rows, dtype=np.int64)
         """Tokens whose keys and values are in the cache."""
         self._num_started = np.zeros(max_rows, dtype=np.int64)
-        """The same once all steps that are under way are done."""
+        """The same after all steps in flight."""
         self._num_ahead = np.zeros(max_rows, dtype=np.int64)
-        """Tokens that steps under way will sample."""
-        # rows of those that run, in their order, until that changes
+        """Tokens that steps in flight will sample."""
+        # rows of the running sequences in order, cached until they change
         self._rows: np.ndarray | None = None
-        # a plan in which all decode, how often it can be repeated, and whether it was started
+        # a plan of decoding rows only, how often it can be repeated, and whether it was started
         self._repeated: Plan | None = None
         self._num_repeats, self._was_started = 0, False
 
@@ -172,9 +172,9 @@ class Scheduler:
         return len(self._waiting)
 
     def add(self, key: int, num_prompt: int, max_new: int) -> None:
-        """Put a sequence at the end of the line; it may grow by `max_new` tokens."""
+        """Append a sequence to the waiting queue; it may grow by `max_new` tokens."""
         if key in self._sequences:
-            raise ValueError(f"key must be new, but sequence {key} is already in line.")
+            raise ValueError(f"key must be new, but sequence {key} is already queued.")
         if num_prompt < 1:
             raise ValueError(f"num_prompt must be at least 1, not {num_prompt}.")
         if max_new < 0:
@@ -183,7 +183,7 @@ class Scheduler:
         if worst > self.pages.num_pages:
             raise ValueError(
                 f"num_prompt + max_new = {num_prompt + max_new} tokens may need {worst} pages, but "
-                f"the cache has {self.pages.num_pages}: ask for fewer tokens or make it larger."
+                f"the cache has {self.pages.num_pages}: request fewer tokens or enlarge the cache."
             )
         sequence = _Sequence(key, self._num_arrived, num_prompt, num_prompt, num_prompt + max_new)
         self._num_arrived += 1
@@ -192,7 +192,7 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def append(self, *keys: int) -> None:
-        """Note that a token of each of these was sampled: they have one more to compute."""
+        """Record that each of these sequences sampled a token, which is now theirs to compute."""
         rows = []
         for key in keys:
             sequence = self._sequences[key]
@@ -207,7 +207,7 @@ class Scheduler:
             assert not np.count_nonzero(excess), "pages were promised for max_new tokens"
 
     def remove(self, key: int) -> None:
-        """Forget a sequence, finished or not, wherever it stands; an unknown key is fine."""
+        """Remove a sequence, finished or not, running or waiting; unknown keys are ignored."""
         sequence = self._sequences.pop(key, None)
         if sequence is None:
             return
@@ -217,10 +217,10 @@ class Scheduler:
             self._stop(sequence)
 
     def plan(self) -> Plan:
-        """Choose the chunks of the next step and reserve their pages; empty if nothing is to do.
+        """Choose the chunks of the next step and reserve their pages; empty if there is no work.
 
-        Sequences may be preempted on the way, but none that is in a step under way: the plan is
-        then empty until that step is settled. A chunk that was not started is planned again.
+        This may preempt sequences, but never one in a step in flight: if that would be necessary,
+        the plan is empty until that step is settled. A chunk that is not started is planned again.
         """
         repeated, self._repeated = self._repeat(), None
         if repeated is not None:
@@ -232,7 +232,7 @@ class Scheduler:
             return Plan.gather([])
 
     def start(self, chunks: Chunks) -> None:
-        """Note that a planned step is under way: later plans count on what it will do."""
+        """Record that a planned step is in flight: later plans build on its outcome."""
         plan = Plan.gather(chunks)
         self._was_started = plan is self._repeated
         self._num_started[plan.row] += plan.count
@@ -240,9 +240,9 @@ class Scheduler:
         self.pages.promise(plan.row, plan.count)
 
     def settle(self, chunks: Chunks, stored: Stored) -> None:
-        """Note that a step was computed: layer l stored `stored[i][l]` tokens of chunks[i].
+        """Record that a step was computed: layer l stored `stored[i][l]` tokens of chunks[i].
 
-        The chunk of a sequence that was removed in the meantime is ignored.
+        Chunks of sequences removed in the meantime are ignored.
         """
         plan = Plan.gather(chunks)
         row, start, count, samples = plan.row, plan.start, plan.count, plan.samples
@@ -254,15 +254,15 @@ class Scheduler:
         self._num_computed[row] = start + count
         is_started = self._num_started[row] > start
         if np.count_nonzero(is_started) < len(row):
-            # computed without `start`: it is both at once
+            # computed without a call to `start`: count it as started too
             self._num_started[row[~is_started]] += count[~is_started]
         self._num_ahead[row] -= samples & is_started
         self.pages.settle(row, stored, count * is_started)
 
     def abandon(self, chunk: Chunk, *, restart: bool) -> None:
-        """Take back that a chunk was started: its step failed.
+        """Undo `start` for a chunk whose step failed.
 
-        `restart` where the step may have changed what the cache holds: the sequence starts again.
+        Pass `restart` if the step may have changed the cache: the sequence then starts over.
         """
         sequence, self._repeated = self._sequences.get(chunk.key), None
         if sequence is None or sequence.row is None:
@@ -279,19 +279,19 @@ class Scheduler:
         start = self._num_started[rows]
         num_expected = self._count_expected(rows)
         has_prompt = (start + 1 < num_expected) | (start < self._num_prompt[rows])
-        # others wait for a token that is not yet known
+        # the others wait for a token that is not known yet
         decodes = ~has_prompt & (start < num_expected)
         prefills = [self._sequences[key] for key in self._key[rows[has_prompt]].tolist()]
         chosen = self._reserve_next(rows[decodes])
         chunks: list[Chunk] = []
-        # usual while all decode: nothing below has work
+        # false in the usual case, where all sequences decode
         if prefills or self._waiting:
             self._plan_prefills(prefills, chosen, chunks)
         ones = np.ones(len(chosen), dtype=np.int64)
         plan = Plan(self._key[chosen], chosen, self._num_started[chosen], ones, ones.astype(bool))
         if not chunks:
             if len(chosen) == len(rows) and not self._waiting:
-                # nothing changes until one of them ends: the next tokens of the same rows follow
+                # until one of them ends, each step decodes the next tokens of the same rows
                 self._repeated, self._was_started = plan, False
                 self._num_repeats = int((self._max_known[rows] - start).min(initial=1)) - 1
             return plan
@@ -299,7 +299,7 @@ class Scheduler:
         return Plan(*map(np.concatenate, zip(plan.columns, more.columns, strict=True)))
 
     def _repeat(self) -> Plan | None:
-        """The plan after one in which everybody decodes, where it has the same rows and room."""
+        """Repeat a plan of decoding rows only, if the rows are the same and have room."""
         last = self._repeated
         if last is None or not self._was_started or not self._num_repeats:
             return None
@@ -307,24 +307,24 @@ class Scheduler:
         if len(short) and not self.pages.reserve_all(short, 1):
             return None
         self._num_repeats, self._was_started = self._num_repeats - 1, False
-        # the same columns: whoever knows them need not look at them again
+        # the same column objects, so that a caller who knows them need not read them again
         return Plan(last.key, last.row, last.start + 1, last.count, last.samples)
 
     def _reserve_next(self, decoding: np.ndarray) -> np.ndarray:
-        """Reserve the next token of these rows, oldest first; returns those that have room."""
+        """Reserve room for the next token of these rows, oldest first; return those that got it."""
         room = self.pages.room
         first = decoding[: self.max_step_tokens]
         short = first[room[first] == 0]
         if not len(short) or self.pages.reserve_all(short, 1):
-            # the usual case: there is enough for everybody
+            # the usual case: enough pages for all
             return first
         chosen: list[int] = []
         for sequence in [self._sequences[key] for key in self._key[decoding].tolist()]:
             row = sequence.row
-            # preempted a moment ago
+            # preempted earlier in this loop
             if row is None or len(chosen) == self.max_step_tokens:
                 continue
-            # everybody planned so far is older, so that nobody planned is preempted
+            # all rows planned so far are older, so none of them is preempted
             while not (room[row] or self.pages.reserve(row, 1)):
                 youngest = self._running[-1]
                 self._give_way(youngest)
@@ -341,7 +341,7 @@ class Scheduler:
         return self._rows
 
     def _count_expected(self, rows: np.ndarray | int) -> np.ndarray | np.int64:
-        """Tokens that are known once all steps that are under way are done."""
+        """Count the tokens that will be known after all steps in flight."""
         known = self._num_known[rows] + self._num_ahead[rows]
         return np.minimum(known, self._max_known[rows])
 
@@ -351,13 +351,12 @@ class Scheduler:
     def _plan_prefills(
         self, prefills: list[_Sequence], decoding: np.ndarray, chunks: list[Chunk]
     ) -> None:
-        """Add the chunks of sequences that run but do not decode, then admit waiting ones.
+        """Add the chunks of running sequences that do not decode, then admit waiting ones.
 
-        Whoever finds no room ends the plan: if others went on, they could keep it from ever
-        getting any.
+        The first sequence without room ends the plan: otherwise later ones could starve it.
         """
         num_left = self.max_step_tokens - len(decoding)
-        # those planned below are older than whoever asks next
+        # sequences planned below need not be added: they are older than any that follows
         planned = set(self._key[decoding].tolist())
         for sequence in prefills:
             if sequence.row is None:
@@ -374,7 +373,7 @@ class Scheduler:
             sequence, row = self._waiting[0], self._free_rows[0]
             if sequence.num_needed > self.pages.num_free:
                 return
-            # the row is not its own yet, but says what there is to do
+            # the row is not taken yet, but `_count_chunk` reads the sequence's state from it
             self._take_row(sequence, row)
             count = self._reserve_tokens(row, self._count_chunk(row, num_left))
             if not count:
@@ -394,7 +393,7 @@ class Scheduler:
         self._num_computed[row] = self._num_started[row] = self._num_ahead[row] = 0
 
     def _count_chunk(self, row: int, num_left: int) -> int:
-        """Count the tokens of a row's next chunk, 0 if it must wait for a later step."""
+        """Count the tokens of a row's next chunk; 0 if it must wait for a later step."""
         start, num_expected = int(self._num_started[row]), int(self._count_expected(row))
         if not self.invariant:
             return min(num_expected - start, self.chunk_tokens, num_left)
@@ -404,7 +403,7 @@ class Scheduler:
         return count if count <= num_left else 0
 
     def _reserve_tokens(self, row: int, wanted: int) -> int:
-        """Reserve the pages of a chunk and return its tokens: fewer if it may be cut, 0 if none."""
+        """Reserve a chunk's pages and return its token count: less if it may be cut, or 0."""
         if self.pages.reserve(row, wanted):
             return wanted
         if self.invariant:
@@ -423,7 +422,7 @@ class Scheduler:
         return Chunk(int(self._key[row]), row, start, count, samples)
 
     def _preempt_younger(self, sequence: _Sequence, planned: set[int]) -> bool:
-        """Preempt the youngest sequence that came after this one and is not in the plan."""
+        """Preempt the youngest sequence that arrived after this one and is not in the plan."""
         younger = [
             other
             for other in self._running
@@ -434,18 +433,18 @@ class Scheduler:
         return bool(younger)
 
     def _give_way(self, sequence: _Sequence) -> None:
-        """Preempt a sequence, unless a step that is under way computes it."""
+        """Preempt a sequence, unless it is part of a step in flight."""
         assert sequence.row is not None
         if self._is_under_way(sequence.row):
             raise _BlockedError
         self._preempt(sequence)
 
     def _preempt(self, sequence: _Sequence) -> None:
-        """Take row and pages from a sequence; it waits before all that came after it."""
+        """Take row and pages from a sequence; it waits ahead of all that arrived later."""
         assert sequence.row is not None
         num_owned = self.pages.count_owned(sequence.row)
         num_needed = num_owned + self.pages.count_missing(sequence.row, 1)
-        # no more than it can ever have: steps under way may have asked for more
+        # capped at the most it can ever need: steps in flight may have reserved more
         num_needed = min(num_needed, self.pages.count_worst(sequence.max_known))
         sequence.num_needed = max(sequence.num_needed, num_needed)
         sequence.num_known = int(self._num_known[sequence.row])

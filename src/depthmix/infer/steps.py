@@ -1,6 +1,6 @@
-"""What the engine and those who compute its steps say to each other.
+"""The interface between the engine and the runners that compute its steps.
 
-One interface for every way to compute a step. Knows none of them.
+Every runner implements it; this module depends on none of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,20 +20,20 @@ Top = tuple[list[int], list[float]]
 
 
 class Report(NamedTuple):
-    """What became of a step, chunk by chunk in the order of its plan."""
+    """The result of a step, chunk by chunk in plan order."""
 
     token: Sequence[int | None]
     """The next token of each chunk that samples one."""
     logprob: Sequence[float]
     top: Sequence[Top | None]
-    """Where anybody asked for some."""
+    """The most probable tokens, if any sample requested them."""
     taken: Sequence[bytes]
-    """Which routed blocks its tokens went through: a byte for each token and block."""
+    """Which routed blocks the tokens went through: one byte per token and block."""
     stored: np.ndarray
-    """(chunks, layers): how many tokens each layer stored."""
+    """(chunks, layers): number of tokens stored by each layer."""
 
     def take(self, numbers: np.ndarray) -> "Report":
-        """These chunks, in this order."""
+        """Select these chunks, in this order."""
         at = numbers.tolist()
         return Report(
             [self.token[number] for number in at],
@@ -45,7 +45,7 @@ class Report(NamedTuple):
 
 
 def join_reports(reports: Sequence[Report]) -> Report:
-    """Several steps' chunks as those of one."""
+    """Concatenate the reports of several steps."""
     return Report(
         [token for report in reports for token in report.token],
         [logprob for report in reports for logprob in report.logprob],
@@ -57,13 +57,13 @@ def join_reports(reports: Sequence[Report]) -> Report:
 
 @runtime_checkable
 class Flight(Protocol):
-    """A step that is under way."""
+    """A step in flight."""
 
     def wait(self) -> Report: ...
 
 
 class Ready(NamedTuple):
-    """A step that is done."""
+    """A step that has already finished."""
 
     report: Report
 
@@ -73,33 +73,33 @@ class Ready(NamedTuple):
 
 @runtime_checkable
 class StepRunner(Protocol):
-    """What the engine asks of a runner."""
+    """What the engine needs from a runner."""
 
     cache: PagedCache
     selector: str | None
     depth: int
-    """Steps that may be under way at a time."""
+    """Maximum number of steps in flight."""
     can_retry: bool
-    """Whether the cache is what it was after a step that failed."""
+    """Whether a failed step leaves the cache unchanged."""
 
     def launch(self, plan: Plan, tracks: Sequence[Track]) -> Flight:
         """Start a step with these chunks, whose samples are `tracks`."""
         ...
 
     def take_usage(self, row: int) -> Usage:
-        """What was computed for the tokens that a row's cache holds, before it is given up."""
+        """Return the work spent on the tokens in a row's cache, before the row is given up."""
         ...
 
     def warm_up(self, progress: Callable[[int, int], None] | None) -> float: ...
 
     def forget(self) -> None:
-        """A step failed: nobody knows what the device holds."""
+        """Assume nothing about the device's state: a step failed."""
         ...
 
     def check_weights(self) -> None:
-        """Refuse to go on where the model's weights are no longer those that it was made for."""
+        """Raise if the model's weights are no longer those the runner was built for."""
         ...
 
     def mark_seen(self, tokens: Sequence[int], params: SamplingParams) -> Tensor | None:
-        """The tokens as a mask, where repetition is penalised and the mask is not kept here."""
+        """Return a mask of the tokens, if repetition is penalised and the runner keeps no mask."""
         ...

@@ -1,26 +1,26 @@
-"""Tokens to text while they come: whole characters only, and nothing of a stop string.
+"""Incremental detokenization: emit whole characters only, and no part of a stop string.
 
-Owns what is held back and why. Does not know the tokenizer, which is a function here.
+Owns the rules for holding text back. The tokenizer is just a function here.
 """
 
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
 
-# A character of UTF-8 has at most three bytes before its last one, and each may show as one
-# replacement character while the others are missing.
+# A UTF-8 character has at most three bytes before its last one, and each may decode to one
+# replacement character while the rest are missing.
 MOST_UNSURE = 3
 
-# Tokens that are decoded again with a new one. A decoder that starts in the middle of a character
-# is in step again after three bytes at most; the rest is room for tokens without text.
+# Tokens decoded again together with a new one. A decoder that starts in the middle of a character
+# resynchronizes after at most three bytes; the rest is a margin for tokens without text.
 CONTEXT_TOKENS = 16
 
 
 class TextStream:
-    """The text of one sequence, told as soon as it is certain.
+    """The text of one sequence, emitted as soon as it is final.
 
-    It is the text of all tokens together, cut before the stop string that is complete first (of
-    several that end together, the longest). So it does not depend on where tokens begin and end.
+    The text is that of all tokens decoded together, cut before the first stop string to complete
+    (the longest, if several end at the same place), so it does not depend on token boundaries.
     `stopped` is true from then on.
     """
 
@@ -32,15 +32,15 @@ class TextStream:
         self.stopped = False
         self._decode = decode
         self._stop = tuple(stop)
-        # the last tokens, their text, and how much of that text went on to `_pass_on`
+        # the last tokens, their text, and how much of that text was handed to `_pass_on`
         self._window: list[int] = []
         self._text = ""
         self._num_passed = 0
-        # certain text that may be the beginning of a stop string
+        # final text that may be the beginning of a stop string
         self._held = ""
 
     def add(self, token: int) -> str:
-        """The text that is certain now: often the token's, sometimes none or more."""
+        """Return the text that is now final: usually the token's, sometimes none or more."""
         if self.stopped:
             return ""
         self._window.append(token)
@@ -51,7 +51,7 @@ class TextStream:
         return self._pass_on(fresh)
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows; a stop string may be in it."""
+        """Return the text held back, once no more tokens follow; it may contain a stop string."""
         if self.stopped:
             return ""
         rest = self._text[self._num_passed :]
@@ -60,29 +60,29 @@ class TextStream:
         return told
 
     def _count_unsure(self) -> int:
-        """Characters at the end that more bytes may still change.
+        """Count the characters at the end that more bytes may still change.
 
-        A replacement character stands for missing bytes, for wrong bytes, or for itself: the next
-        tokens will tell.
+        A replacement character stands for missing bytes, for invalid bytes, or for itself: only
+        the next tokens show which.
         """
         end = self._text[-MOST_UNSURE:]
         return len(end) - len(end.rstrip(REPLACEMENT))
 
     def _shorten_window(self) -> None:
-        """Forget tokens that no longer matter, so that the work is linear in the length."""
+        """Drop tokens that no longer matter, which keeps the total work linear in the length."""
         if len(self._window) < 2 * CONTEXT_TOKENS:
             return
         window = self._window[-CONTEXT_TOKENS:]
         text = self._decode(window)
         num_passed = self._num_passed - (len(self._text) - len(text))
-        # Cut inside a character, the text differs: the next token tries again. A decoder that drops
-        # a leading space gives a shorter text, which is still the end of the longer one.
+        # If the cut falls inside a character, the text differs: retry at the next token. A decoder
+        # that drops a leading space gives a shorter text, which is still a suffix of the longer.
         in_step = len(text) > MOST_UNSURE and self._text.endswith(text)
         if in_step and num_passed >= 0:
             self._window, self._text, self._num_passed = window, text, num_passed
 
     def _pass_on(self, text: str) -> str:
-        """Look for stop strings in the text held back and `text` after it."""
+        """Search the text held back, followed by `text`, for stop strings."""
         text = self._held + text
         found = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stop if stop in text]
         if found:
@@ -95,6 +95,6 @@ class TextStream:
 
 
 def _count_begun(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""One sample while it is made: its tokens, its text, its numbers, and when it ends.
+"""State of one sample during generation: tokens, text, log-probabilities, and stop conditions.
 
 Knows nothing of the model, of the cache or of other samples.
 """
@@ -16,24 +16,24 @@ from depthmix.infer.text import TextStream
 
 @dataclass(slots=True, kw_only=True)
 class Track:
-    """What the engine keeps of a sample until it is done."""
+    """What the engine keeps for a sample until it is finished."""
 
     request: int
     number: int
-    """Which of the request's samples."""
+    """Index among the request's samples."""
     params: SamplingParams
     seed: int
     prompt: np.ndarray
-    """Its prompt's tokens, as runners take them."""
+    """The prompt's tokens, in the form runners take."""
     tokens: list[int]
-    """The prompt's, then its own as far as they are known."""
+    """The prompt's tokens, then the generated ones known so far."""
     num_prompt: int
     max_new: int
     meter: DepthMeter
     stream: TextStream | None
     seen: Tensor | None
-    """Tokens of the prompt and its own, as a mask, where repetition is penalised and the runner
-    does not keep one."""
+    """Mask of the prompt's and generated tokens, if repetition is penalised and the runner does
+    not keep one itself."""
     trail: Trail = field(default_factory=Trail)
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
@@ -41,11 +41,11 @@ class Track:
 
     @property
     def num_new(self) -> int:
-        """Tokens that it made."""
+        """Number of tokens generated."""
         return len(self.tokens) - self.num_prompt
 
     def list_tokens(self, start: int, count: int) -> np.ndarray | list[int]:
-        """Tokens from position `start` on; fewer where a step under way has yet to draw them."""
+        """Tokens from position `start` on; fewer if a step in flight has yet to draw some."""
         if start + count <= self.num_prompt:
             return self.prompt[start : start + count]
         return self.tokens[start : start + count]
@@ -53,10 +53,10 @@ class Track:
     def take(
         self, token: int, logprob: float, top: tuple[list[int], list[float]] | None = None
     ) -> tuple[str, Finish | None]:
-        """A new token: the text that is certain now, and why it was the last, if it was.
+        """Add a new token; return the text that is now final, and the finish reason, if any.
 
-        `top` are the most probable tokens at its place and their log-probabilities, of which it
-        may have asked for some.
+        `top` holds the most probable tokens at this position and their log-probabilities; only as
+        many as the sample requested are kept.
         """
         tokens, params = self.tokens, self.params
         tokens.append(token)
@@ -68,7 +68,7 @@ class Track:
         if self.seen is not None:
             self.seen[token] = True
         if token in params.stop_tokens:
-            # which is no text
+            # a stop token has no text
             return "", "stop"
         text = ""
         if self.stream is not None:
@@ -79,7 +79,7 @@ class Track:
         return text, "length" if len(tokens) - self.num_prompt == self.max_new else None
 
     def end(self, finish: Finish, error: Exception | None = None) -> tuple[str, Sample]:
-        """Text that was held back, and the finished sample."""
+        """Return the text that was held back, and the finished sample."""
         rest = "" if self.stream is None or error is not None else self.stream.finish()
         wish = self.params.logprobs
         return rest, Sample(
@@ -88,7 +88,7 @@ class Track:
             finish=finish,
             logprobs=None if wish is None else tuple(self.logprobs),
             top_logprobs=tuple(self.top_logprobs) if wish else None,
-            # each of its tokens was drawn from logits of one
+            # each generated token needed the logits of one token
             depth=self.meter.read(self.num_new, self.trail.read()),
             error=error,
         )

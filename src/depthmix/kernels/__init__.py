@@ -1,6 +1,6 @@
-"""Moving tokens in and out of routed blocks and experts, fast; picks the implementation.
+"""Fast kernels, above all for moving tokens in and out of routed blocks; picks the implementation.
 
-`reference` is the truth. Knows nothing of models or configurations.
+`reference` defines correctness. Knows nothing of models or configurations.
 """
 
 from importlib.util import find_spec

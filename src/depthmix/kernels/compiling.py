@@ -1,4 +1,4 @@
-"""How kernels are compiled: once for what is alike, and many at a time.
+"""How kernels are compiled: once per set of equivalent arguments, and in parallel.
 
 Knows nothing of what they compute.
 """
@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# much of compiling is Python's, which has one lock
+# much of the compiler is Python code, which the global lock serializes
 MOST_THREADS = 16
 
 _ahead: ContextVar[bool] = ContextVar("depthmix_compile_ahead", default=False)
 
 
 class Kernel(triton.JITFunction):
-    """A kernel that `compile_ahead` keeps from being launched."""
+    """A kernel that `compile_ahead` compiles without launching."""
 
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return super().run(*args, grid=grid, warmup=warmup or _ahead.get(), **options)
@@ -31,11 +31,11 @@ class Kernel(triton.JITFunction):
 def jit(
     function: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()
 ) -> Any:
-    """`triton.jit` of the function itself: a type checker's wrapper hides the names it uses.
+    """`triton.jit` of the unwrapped function: a type checker's wrapper hides the names it uses.
 
-    Triton compiles a kernel again for numbers and addresses that are multiples of 16 and for those
+    Triton compiles separate versions for numbers and addresses that are multiples of 16 and those
     that are not. `do_not_specialize` names the arguments for which that gains nothing: counts, and
-    what is read one element at a time.
+    tensors read one element at a time.
     """
     if function is None:
         return functools.partial(jit, do_not_specialize=do_not_specialize)
@@ -46,11 +46,11 @@ def jit(
 
 
 def compile_ahead(work: Callable[[], object], progress: Callable[[int, int], object]) -> int:
-    """Compile the kernels that `work` launches, side by side; returns how many there were.
+    """Compile the kernels that `work` launches, in parallel; return how many there were.
 
-    None of them is launched, whatever else it computes is computed. What is compiled already is
-    left out, and what is on disk is read from there. `progress` hears how many of how many are
-    done. An interrupt ends it when those that are under way are done.
+    No kernel is launched, but everything else in `work` runs. Kernels already compiled are skipped,
+    and those in the disk cache are loaded from it. `progress` is called with the number done and
+    the total. An interrupt takes effect when the compilations in progress finish.
     """
     threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
     with threads, triton.AsyncCompileMode(threads) as mode:
@@ -63,7 +63,7 @@ def compile_ahead(work: Callable[[], object], progress: Callable[[int, int], obj
                 progress(number, total)
             return total
         except BaseException:
-            # or leaving the mode would wait for all of them
+            # otherwise leaving the mode would wait for all of them
             for future in mode.raw_futures:
                 future.cancel()
             mode.raw_futures = []

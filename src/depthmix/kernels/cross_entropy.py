@@ -1,9 +1,9 @@
-"""The output head and its cross-entropy together, a chunk of tokens at a time.
+"""The output head fused with its cross-entropy, one chunk of tokens at a time.
 
-The logits of a batch are its largest tensor by far (tokens × vocabulary). Nothing needs them all at
-once: a chunk's loss and its gradient are known as soon as its logits are, so they are made, used
-and overwritten while the next chunk waits. They are made in rows that begin at whole 16 bytes,
-however many classes there are. Nobody outside knows: parameters and gradients have their own size.
+The logits of a batch are by far its largest tensor (tokens × vocabulary). They are never needed
+all at once: a chunk's loss and gradient follow from its own logits, which are computed, used and
+overwritten before the next chunk starts. Their rows are aligned to 16 bytes for any number of
+classes. Callers do not see the padding: parameters and gradients keep their size.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ from depthmix.kernels.precision import compute_type, stop_autocast
 
 CHUNK_TOKENS = 8192
 
-# of 50,257 classes, one row of bf16 logits in eight begins at whole 16 bytes: the three products
-# that write or read them are then so slow that a whole step takes an H200 up to twice as long
+# With 50,257 classes, one row of bf16 logits in eight is aligned to 16 bytes: the three products
+# that write or read them are then so slow that a whole step takes up to twice as long on an H200.
 CLASS_MULTIPLE = 64
 
 
@@ -33,8 +33,8 @@ def linear_cross_entropy(
 ) -> Float[Tensor, ""]:
     """Mean cross-entropy of `hidden @ weight.T` over the targets that are not `ignore`.
 
-    `chunked` holds the logits of a chunk of tokens only, with classes that nothing predicts up to a
-    `multiple`; unless given, so where a GPU multiplies in bf16.
+    `chunked` keeps only one chunk's logits in memory, with classes padded to a `multiple`; it
+    defaults to true if a GPU multiplies in bf16.
     """
     dtype = compute_type(hidden)
     if chunked is None:
@@ -50,16 +50,16 @@ def linear_cross_entropy(
 
 
 def pad_classes(weight: Float[Tensor, "V D"], multiple: int) -> Float[Tensor, "V2 D"]:
-    """The weight with rows of zeros below, up to a whole `multiple`; itself where it has that."""
+    """Append rows of zeros up to a `multiple`; returns the weight itself if none are needed."""
     missing = -weight.shape[0] % multiple
-    # compiled, this is one kernel with the cast before it
+    # when compiled, this fuses with the cast before it
     return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
 def mean_cross_entropy(
     logits: Float[Tensor, "R V"], targets: Int[Tensor, " R"], ignore: int
 ) -> Float[Tensor, ""]:
-    """Mean over the targets that are not `ignore`, in float32; 0 where there is none."""
+    """Mean over the targets that are not `ignore`, in float32; 0 if there are none."""
     total = F.cross_entropy(logits.float(), targets, ignore_index=ignore, reduction="sum")
     return total / (targets != ignore).sum().clamp(min=1)
 
@@ -68,7 +68,7 @@ def mean_cross_entropy(
 def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, num_classes: int, ignore: int, learns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and both gradients, which are empty unless something `learns`.
+    """Return the loss and both gradients, which are empty unless `learns`.
 
     Rows of the weight from `num_classes` on are padding.
     """
@@ -82,7 +82,7 @@ def _linear_cross_entropy(
         chunk = slice(start, start + CHUNK_TOKENS)
         logits = hidden[chunk] @ weight.T
         if num_classes < weight.shape[0]:
-            # no probability, and so no gradient: what is multiplied below is zero there
+            # zero probability and therefore zero gradient in the products below
             logits[:, num_classes:].fill_(-torch.inf)
         losses.append(cross_entropy_(logits, targets[chunk], scale, ignore).sum())
         if learns:
@@ -93,7 +93,7 @@ def _linear_cross_entropy(
 
 
 def _add_product(total: Tensor | None, first: Tensor, second: Tensor) -> Tensor:
-    """`total + first @ second`, in place where there is a total.
+    """`total + first @ second`, in place if there is a total.
 
     Summed in float32: bf16 would round away the later chunks.
     """
@@ -101,7 +101,7 @@ def _add_product(total: Tensor | None, first: Tensor, second: Tensor) -> Tensor:
         if total is None:
             return torch.mm(first, second, out_dtype=torch.float32)
         return torch.addmm(total, first, second, out_dtype=torch.float32, out=total)
-    # only a GPU multiplies bf16 into float32
+    # only on a GPU can bf16 products be accumulated into float32 output
     with stop_autocast(first):
         product = first.float() @ second.float()
     return product if total is None else total.add_(product)

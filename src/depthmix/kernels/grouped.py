@@ -1,8 +1,8 @@
-"""One matrix product for each expert over rows that are sorted by expert.
+"""One matrix product per expert, over rows sorted by expert.
 
-On CUDA in bf16 it is `torch.nn.functional.grouped_mm`; elsewhere an operator of our own that loops,
-so that it compiles without a graph break although each expert's share is known only at run time.
-While a CUDA graph is recorded nobody may ask for that share: then every expert computes all rows.
+On CUDA in bf16 this is `torch.nn.functional.grouped_mm`; elsewhere a custom operator that loops, so
+that it compiles without a graph break although group sizes are known only at run time. They cannot
+be read while a CUDA graph is captured: then every expert computes all rows.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ def multiply_groups(
     x: Float[Tensor, "R D"], weight: Float[Tensor, "E D F"], ends: Int[Tensor, " E"]
 ) -> Float[Tensor, "R F"]:
     """Rows from ends[e-1] up to ends[e] times weight[e]; the last end must be R."""
-    # grouped_mm asks for rows of whole 16-byte steps
+    # grouped_mm requires row strides that are multiples of 16 bytes
     aligned = x.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
     if x.is_cuda and x.dtype == torch.bfloat16 and aligned:
         return F.grouped_mm(x, weight, offs=ends)
@@ -46,13 +46,13 @@ def _multiply_groups_grad(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
 def multiply_all_groups(
     x: Float[Tensor, "R D"], weight: Float[Tensor, "E D F"], ends: Int[Tensor, " E"]
 ) -> Float[Tensor, "R F"]:
-    """`multiply_groups` that never asks the host; E times the work, and no gradients."""
+    """`multiply_groups` without host synchronization: E times the work, and no gradients."""
     row_R = torch.arange(x.shape[0], device=x.device)
     starts_E = F.pad(ends[:-1], (1, 0))
     own_ER1 = ((row_R >= starts_E[:, None]) & (row_R < ends[:, None]))[:, :, None]
     out_RF = x.new_zeros(x.shape[0], weight.shape[2])
     for expert, own_R1 in enumerate(own_ER1):
-        # a choice and not a sum: what is not finite in one row stays there
+        # `where` instead of a sum: non-finite values stay in their own row
         out_RF = torch.where(own_R1, x @ weight[expert], out_RF)
     return out_RF
 
@@ -86,7 +86,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 _multiply_groups.register_autograd(_backward, setup_context=_keep_inputs)
 
 
-# rows are static, so a grouped product counts as one product over all of them
+# the number of rows is static, so a grouped product counts as one product over all of them
 @register_flop_formula([torch.ops.depthmix.multiply_groups])
 def _count(x: Any, weight: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return 2 * x[0] * weight[1] * weight[2]
@@ -97,7 +97,7 @@ def _count_grad(x: Any, grad: Any, *args: Any, out_shape: Any = None, **kwargs: 
     return 2 * x[0] * x[1] * grad[1]
 
 
-# torch 2.13 counts its own grouped product as nothing
+# torch 2.13 counts its own grouped product as zero FLOPs
 if torch.ops.aten._grouped_mm not in flop_registry:
 
     @register_flop_formula([torch.ops.aten._grouped_mm])

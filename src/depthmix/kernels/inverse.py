@@ -1,10 +1,10 @@
 """Gather and scatter-add without full-size buffers, for `torch.compile` to fuse.
 
 Autograd's backward pass of a gather is a scatter-add into zeros: a full-size buffer, atomic
-additions, no fusion. A routing knows its own inverse, `slot_BT`, so the way out can *read* what
-belongs to a token, and inductor merges those reads with the norms and sums around them. And the
-way in hands the stream on, so that its gradient can be changed where tokens were taken and nowhere
-else: no index appears twice, and inductor then writes the K rows in place.
+additions, no fusion. A routing knows its own inverse, `slot_BT`, so the scatter can *read* each
+token's update, and inductor fuses those reads with the norms and sums around them. The gather also
+returns the stream, so that its gradient changes only where tokens were taken: no index appears
+twice, and inductor then writes the K rows in place.
 """
 
 from typing import Any
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 def take_rows(x: Float[Tensor, "B T D"], index: Int[Tensor, "B K"]) -> Float[Tensor, "B K D"]:
-    """Rows of `x` at `index`, one index for a whole row of D."""
+    """Rows of `x` at `index`; each index selects a whole row of D."""
     row_B1 = torch.arange(x.shape[0], device=x.device)[:, None]
     return x[row_B1, index]
 
 
 def take_placed(x: Float[Tensor, "B K D"], slot: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
-    """Each token's row of `x`, zero for tokens without a place."""
+    """Each token's row of `x`; zero for tokens without a place."""
     return torch.where(slot[:, :, None] >= 0, take_rows(x, slot.clamp(min=0)), 0)
 
 

@@ -1,7 +1,7 @@
-"""A matrix product whose weight keeps its float32: multiplied in bf16, gradient never rounded.
+"""A matrix product with float32 weights: multiplied in bf16, with an unrounded weight gradient.
 
-Autocast casts the weight's gradient product to bf16 and back: a rounding, and a kernel for every
-matrix of the model. The product can write float32 itself.
+Autocast computes the weight's gradient in bf16 and casts it back: a rounding, and an extra kernel
+per matrix of the model. The product can write float32 directly.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from depthmix.kernels.precision import compute_type
 
 
 def linear(x: Float[Tensor, "*B D"], weight: Float[Tensor, "F D"]) -> Float[Tensor, "*B F"]:
-    """`x @ weight.T` in the type of autocast, where it is on."""
+    """`x @ weight.T`, in the autocast dtype if autocast is on."""
     dtype = compute_type(x)
     if x.is_cuda and dtype == torch.bfloat16 and weight.dtype == torch.float32:
         return _Linear.apply(x.to(dtype), weight)
@@ -33,7 +33,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
         grad_weight = None
-        # a frozen one would cost as much as one that learns
+        # otherwise a frozen weight would cost as much as a trained one
         if ctx.needs_input_grad[1]:
             rows = grad.flatten(0, -2)
             grad_weight = torch.mm(rows.T, x.flatten(0, -2), out_dtype=torch.float32)

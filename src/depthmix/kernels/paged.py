@@ -1,8 +1,8 @@
-"""A paged cache on the device, in shapes that never change: a decoding step.
+"""Attention over a paged cache on the device, in fixed shapes: a decoding step.
 
-Every sequence gives at most one key and one query. A routed block's rows are in its cache
-only if they were kept, so each row has a length of its own, and who is not kept here costs a
-program that ends at once. On CUDA it is Triton; elsewhere the truth that it must equal.
+Every sequence provides at most one key and one query. A routed block caches only the tokens that
+it kept, so each row has its own length, and a row that is not kept costs a program that exits at
+once. On CUDA this is Triton; elsewhere, the reference implementation that Triton must match.
 """
 
 import torch
@@ -21,11 +21,11 @@ def attend_pages(
     table: Int[Tensor, "rows most"],
     lengths: Int[Tensor, " rows"],
 ) -> Float[Tensor, "K N H"]:
-    """Store each row's new key and value at its end, then let its query see all that it holds.
+    """Append each row's new key and value, then attend from its query to the whole row.
 
-    `query_row` and `key_row` name the row of each token, -1 for a place without one, whose output
-    is zero. A row with a query also gives a key. `table` holds the pages of each row, `lengths` how
-    many tokens are in them; both pages and lengths are changed in place.
+    `query_row` and `key_row` give the row of each token, or -1 for an empty place, whose output is
+    zero. A row with a query also has a key. `table` lists the pages of each row, `lengths` the
+    number of tokens in them; pages and lengths are updated in place.
     """
     return torch.ops.depthmix.attend_pages(
         query, key, value, query_row, key_row, key_pages, value_pages, table, lengths

@@ -1,7 +1,7 @@
-"""The Triton versions of what `paged` does: small kernels that never ask the host.
+"""Triton versions of `paged`: small kernels that never synchronize with the host.
 
-A row's context is cut into parts that are read side by side, because one program cannot read a
-long context fast enough; with few rows there are more parts.
+A row's context is split into parts that are read in parallel, because one program cannot read a
+long context fast enough; the fewer the rows, the more parts.
 """
 
 import functools
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from depthmix.kernels.compiling import INTERPRETED, jit
 
-# programs that keep an H200 busy reading: about eight on each of its multiprocessors
+# enough programs to saturate an H200's memory: about eight per multiprocessor
 PROGRAMS = 8 if INTERPRETED else 1024
 MOST_PARTS = 32
 BLOCK_TOKENS = 64
-# Of one query for each key head: tokens of a block, and blocks that are here or under way. Where
-# rows are not cut into parts, programs read for long, and more under way gains 3 % of a step.
+# For one query per key head: tokens per block, and pipeline stages (blocks present or in flight).
+# Programs whose rows are not split read for long, and more stages gain 3 % of a step.
 ALONE_PARTS, ALONE_WHOLE = (16, 2), (32, 3)
-# heads of all places that can count their parts without another tensor
+# heads over all places whose parts can be counted without allocating a larger tensor
 LEAST_ARRIVALS = 16384
 
 
@@ -60,15 +60,15 @@ def _append(
         tl.store(key_pages + to, new.to(key_pages.dtype.element_ty), mask=inside)
         new = tl.load(value + place * value_place + head * value_head + column, mask=inside)
         tl.store(value_pages + to, new.to(value_pages.dtype.element_ty), mask=inside)
-        # nobody else looks at this row before the next kernel
+        # no other program reads this row before the next kernel
         tl.store(lengths + row, length + 1)
 
 
 @jit
 def _find_part(lengths, row, part, num_parts, extra: tl.constexpr, block_tokens: tl.constexpr):
-    """First and end of a part of a row's context, and how many parts it has.
+    """Return start and end of a part of a row's context, and the number of parts.
 
-    Parts are whole blocks, as many as the others have.
+    Each part has the same number of whole blocks; the last may be shorter.
     """
     length = tl.load(lengths + row, mask=row >= 0, other=-extra) + extra
     each = tl.cdiv(tl.cdiv(length, block_tokens), num_parts) * block_tokens
@@ -78,7 +78,7 @@ def _find_part(lengths, row, part, num_parts, extra: tl.constexpr, block_tokens:
 
 @jit
 def _find_elements(page, slot, group, page_head, page_page, page_token, page_size, column):
-    """Where the elements of a head's keys, or values, of these tokens stand."""
+    """Offsets of the elements of a head's keys, or values, for these tokens."""
     at = group * page_head + page * page_page + slot % page_size * page_token
     return at[:, None] + column[None, :]
 
@@ -96,11 +96,11 @@ def _add_parts(
     block_parts: tl.constexpr,
     block_width: tl.constexpr,
 ):
-    """The parts of one head of one place."""
+    """Combine the parts of one head of one place."""
     part = tl.arange(0, block_parts)
     column = tl.arange(0, block_width)
     real = part < real_parts
-    # other programs wrote it: the first-level cache is not asked
+    # written by other programs: bypass the L1 cache
     at = item * num_parts + part
     top = tl.load(largest + at, mask=real, other=float("-inf"), cache_modifier=".cg")
     weight = tl.load(total + at, mask=real, other=0.0, cache_modifier=".cg")
@@ -150,11 +150,11 @@ def _attend_alone(
     block_width: tl.constexpr,
     num_stages: tl.constexpr,
 ):
-    """One part of one row's context, for the one query of a key head.
+    """One part of one row's context, with one query per key head.
 
-    Every place in a block keeps a softmax of its own over the tokens that come to stand there, so
-    that nothing is summed across threads before the end but the products of a query and a key.
-    Whoever comes last of a head's parts adds them up, always in the same order.
+    Every place in a block keeps its own softmax over the tokens that fall on it, so that before the
+    end only the products of query and key are summed across threads. The last program to finish a
+    head's parts sums them, always in the same order.
     """
     group = tl.program_id(1)
     part = tl.program_id(2)
@@ -172,7 +172,7 @@ def _attend_alone(
             top = tl.full((block_tokens,), float("-inf"), tl.float32)
             weight = tl.zeros((block_tokens,), tl.float32)
             sums = tl.zeros((block_tokens, block_width), tl.float32)
-            # said aloud: without a matrix product, Triton fetches ahead only when it is told to
+            # explicit stages: without a matrix product, Triton does not pipeline loads by itself
             for first in tl.range(start, stop, block_tokens, num_stages=num_stages):
                 slot = first + tl.arange(0, block_tokens)
                 real = slot < stop
@@ -185,7 +185,7 @@ def _attend_alone(
                 v = tl.load(value_pages + at, mask=mask, other=0.0)
                 score = tl.sum(k.to(tl.float32) * q[None, :], axis=1)
                 score = tl.where(real, score, float("-inf"))
-                # finite, or a place that has seen no token would be inf - inf
+                # kept finite, since a place that has seen no token would give inf - inf
                 new_top = tl.maximum(tl.maximum(top, score), -1e30)
                 share = tl.exp(score - new_top)
                 shrink = tl.exp(top - new_top)
@@ -204,12 +204,12 @@ def _attend_alone(
                 tl.store(largest + own, best)
                 tl.store(total + own, whole)
                 tl.store(mixed + own * block_width + column, result)
-                # all threads have stored before the first one says so
+                # all threads must have stored before the arrival is counted
                 tl.debug_barrier()
                 arrived = tl.atomic_add(arrivals + item, 1, sem="acq_rel", scope="gpu")
                 if arrived == real_parts - 1:
                     tl.debug_barrier()
-                    # as the next launch finds it
+                    # reset for the next launch
                     tl.store(arrivals + item, 0)
                     _add_parts(
                         mixed,
@@ -262,7 +262,7 @@ def _attend_grouped(
     heads_each: tl.constexpr,
     block_heads: tl.constexpr,
 ):
-    """The same for the several queries that share a key head: a matrix product."""
+    """The same for several queries that share a key head, by matrix products."""
     group = tl.program_id(1)
     part = tl.program_id(2)
     head = tl.arange(0, block_heads)
@@ -348,7 +348,7 @@ def attend_pages(
     *,
     busy: int | None = None,
 ) -> Tensor:
-    """See `paged.attend_pages`; `busy` is how many of the places have a query most of the time."""
+    """See `paged.attend_pages`; `busy` is how many places have a query most of the time."""
     num_keys, num_groups, head_width = key.shape
     assert key_pages.stride() == value_pages.stride()
     assert key_pages.stride(3) == key.stride(2) == value.stride(2) == 1
@@ -389,12 +389,12 @@ def attend_rows(
     clear_empty: bool = True,
     busy: int | None = None,
 ) -> None:
-    """Attention of `attend_pages` alone, over `lengths` + `extra` tokens of each query's row.
+    """The attention of `attend_pages` alone, over `lengths` + `extra` tokens of each query's row.
 
-    An empty place of `out` gets zeros where `clear_empty`, and stays as it is elsewhere. `count` is
-    how many places there are on the device, all of them without it. Parts count their arrivals in a
-    tensor that all calls on a device share: these must not run side by side, and the first one must
-    not be captured.
+    Empty places of `out` are zeroed with `clear_empty`, and left unchanged without. `count`, read
+    on the device, limits the number of places; None means all of them. Parts count their arrivals
+    in a tensor shared by all calls on a device: these must not run concurrently, and the first one
+    must not be captured.
     """
     num_places, num_heads, head_width = query.shape
     num_groups, page_size, most_pages = key_pages.shape[0], key_pages.shape[2], table.shape[1]
@@ -402,7 +402,7 @@ def attend_rows(
     assert key_pages.stride() == value_pages.stride()
     assert key_pages.stride(3) == query.stride(2) == 1
     assert out.is_contiguous()
-    # a matrix product takes no less than 16
+    # a matrix product needs at least 16 columns
     block_width = max(16, triton.next_power_of_2(head_width))
     num_busy = num_places if busy is None else min(busy, num_places)
     num_parts = min(MOST_PARTS, max(1, PROGRAMS // (num_busy * num_groups)))
@@ -441,7 +441,7 @@ def attend_rows(
         block_tokens, num_stages = ALONE_WHOLE if num_parts == 1 else ALONE_PARTS
         _attend_alone[grid](*arguments, block_tokens, block_width, num_stages, num_warps=4)
     else:
-        # a matrix product takes no fewer than 16 rows
+        # a matrix product needs at least 16 rows
         block_heads = max(16, triton.next_power_of_2(heads_each))
         sizes = (BLOCK_TOKENS, block_width, heads_each, block_heads)
         _attend_grouped[grid](*arguments, *sizes, num_warps=4)
@@ -449,5 +449,5 @@ def attend_rows(
 
 @functools.cache
 def _find_arrivals(device: torch.device, size: int) -> Tensor:
-    """Zeros, which every launch leaves as it finds them."""
+    """Return a shared tensor of zeros, which every launch resets after use."""
     return torch.zeros(size, device=device, dtype=torch.int32)

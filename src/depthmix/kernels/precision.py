@@ -1,4 +1,4 @@
-"""Which type matrix products run in, for code that autocast does not reach or must not.
+"""The dtype of matrix products, for code that autocast does not or must not reach.
 
 A tensor on the meta device has no data and no autocast.
 """
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def compute_type(x: Tensor) -> torch.dtype:
-    """The autocast type where autocast is on for `x`'s device, else the type of `x`."""
+    """The autocast dtype if autocast is on for `x`'s device, else the dtype of `x`."""
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 
 def stop_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """A context in which products with `x` run in its own type."""
+    """A context in which products with `x` run in its own dtype."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

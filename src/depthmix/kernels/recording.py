@@ -1,4 +1,4 @@
-"""Work on a GPU as a graph: recorded once, replayed without asking the host.
+"""CUDA graphs: GPU work recorded once and replayed without the host.
 
 Knows nothing of what the work is.
 """
@@ -17,7 +17,7 @@ WARMUP_RUNS = 3
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """A graph that is collected while another one is captured would spoil the capture."""
+    """Pause garbage collection: destroying a graph during a capture would invalidate it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -34,12 +34,12 @@ def record_graph(
     num_runs: int = WARMUP_RUNS,
     pool: Any = None,
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """The work as a graph, and the tensors that a replay writes.
+    """Return the work as a graph, and the tensors that a replay writes.
 
-    It is run some times before, so that kernels are compiled and libraries loaded; `restore` undoes
-    what such a run changed. Recording itself computes nothing. Graphs of one `pool` share the
-    memory of what they compute on the way, so they must not run side by side, nor leave results in
-    it.
+    The work first runs `num_runs` times, so that kernels are compiled and libraries loaded;
+    `restore` undoes the changes of such a run. Recording itself computes nothing. Graphs that share
+    a `pool` share memory for intermediate results, so they must not run concurrently, nor leave
+    results in it.
     """
     side = _find_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
@@ -50,7 +50,7 @@ def record_graph(
                 restore()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    # other threads may use the device meanwhile
+    # other threads may use the device during the capture
     capture = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
     with _without_collections(), capture:
         result = work()
@@ -59,5 +59,5 @@ def record_graph(
 
 @cache
 def _find_stream(device: int) -> torch.cuda.Stream:
-    """One for all: cuBLAS keeps tens of megabytes for every stream that it has seen."""
+    """One stream for all captures: cuBLAS keeps tens of megabytes per stream it has seen."""
     return torch.cuda.Stream(device)

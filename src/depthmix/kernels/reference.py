@@ -1,6 +1,6 @@
-"""The torch truth of every kernel, written to be read; other implementations must equal it.
+"""Readable torch reference of every kernel, which other implementations must match.
 
-Gradients are autograd's own here, so that they check the ones written by hand elsewhere.
+Gradients come from autograd here, so that they check the hand-written ones elsewhere.
 """
 
 import torch
@@ -13,11 +13,11 @@ def select_topk(
 ) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B T"]]:
     """Each row's `num_kept` largest scores, ties by index (arXiv:2404.02258, Eq. 1).
 
-    Returns `index_BK` and its inverse `slot_BT`, -1 where a token has no place. A row that fills
-    only `counts` of its places has them first, in ascending order; the rest hold other tokens, so
+    Returns `index_BK` and its inverse `slot_BT`, -1 for a token without a place. A row that fills
+    only `counts` of its places has those first, in ascending order; the rest hold other tokens, so
     that no index appears twice.
     """
-    # the stable sort is what makes equal scores go to the earlier token
+    # a stable sort breaks ties in favour of the earlier token
     order_BT = scores.sort(dim=1, descending=True, stable=True).indices
     rank_BT = torch.empty_like(order_BT).scatter_(
         1, order_BT, torch.arange(scores.shape[1], device=scores.device).expand_as(order_BT)
@@ -28,7 +28,7 @@ def select_topk(
 
 
 def pack_tokens(kept: Tensor, num_places: int) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B T"]]:
-    """The kept tokens of each row in order, then the others; cut to `num_places`."""
+    """The kept tokens of each row in order, then the others; truncated to `num_places`."""
     num_kept_BT = kept.cumsum(dim=1)
     num_others_BT = (~kept).cumsum(dim=1)
     place_BT = torch.where(kept, num_kept_BT, num_kept_BT[:, -1:] + num_others_BT) - 1
@@ -40,7 +40,7 @@ def pack_tokens(kept: Tensor, num_places: int) -> tuple[Int[Tensor, "B K"], Int[
 def gather_tokens(
     x: Float[Tensor, "B T D"], index: Int[Tensor, "B K"], slot: Int[Tensor, "B T"]
 ) -> tuple[Float[Tensor, "B K D"], Float[Tensor, "B T D"]]:
-    """The rows of `x` at `index`, `slot` being its inverse, and `x` itself to go on with.
+    """Return the rows of `x` at `index`, whose inverse is `slot`, and the stream `x` itself.
 
     Empty places pass no gradient back.
     """
@@ -58,7 +58,7 @@ def scatter_add_tokens(
 ) -> Float[Tensor, "B T D"]:
     """x_i + weight_i · update_i for tokens with a place, x_i for all others."""
     placed_BK = slot.gather(1, index) >= 0
-    # `where` and not a product: what stands in an empty place may be anything, NaN included
+    # `where` instead of a product: an empty place may hold anything, NaN included
     scaled_BKD = torch.where(placed_BK[:, :, None], weight[:, :, None] * update, 0).to(x.dtype)
     return x.scatter_add(1, index[:, :, None].expand_as(scaled_BKD), scaled_BKD)
 
@@ -66,7 +66,7 @@ def scatter_add_tokens(
 def rotate_heads(
     x: Float[Tensor, "B T heads H"], phase: Float[Tensor, "#B T 2 half"]
 ) -> Float[Tensor, "B T heads H"]:
-    """Turn each pair (x_i, x_{i + H/2}) by its token's phase, given as cosine and sine."""
+    """Rotate each pair (x_i, x_{i + H/2}) by its token's phase, given as cosine and sine."""
     cos, sin = phase[:, :, None, 0], phase[:, :, None, 1]
     first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
@@ -76,6 +76,6 @@ def rotate_heads(
 def rotate_split(
     x: Float[Tensor, "B T heads H"], phase: Float[Tensor, "#B T 2 half"], num_first: int
 ) -> tuple[Float[Tensor, "B T N H"], Float[Tensor, "B T G H"]]:
-    """Rotated queries and keys of heads that were projected together, queries first."""
+    """Rotate heads that were projected together, and split them into queries and keys."""
     turned = rotate_heads(x, phase)
     return turned[:, :, :num_first], turned[:, :, num_first:]

@@ -1,7 +1,7 @@
 """Triton versions of what `torch.compile` does not do well; same names as in `reference`.
 
-Each kernel here was timed against what Inductor makes of the reference and won
-(results/kernels.md has both numbers); what lost was deleted.
+Each kernel here was benchmarked against Inductor's compilation of the reference and won
+(results/kernels.md has both numbers); kernels that lost were deleted.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-# a row's scores are held in registers: longer rows go to the reference
+# a row's scores are held in registers: longer rows use the reference
 MAX_TOKENS = 32768
 
 
@@ -33,7 +33,7 @@ def _select_topk(
     score = tl.load(scores + row * num_tokens + token, mask=inside, other=0.0).to(tl.float32)
     # -0.0 equals 0.0, so they must tie
     score = tl.where(score == 0.0, 0.0, score)
-    # integers that order as the floats do: flip all bits of a negative, the sign of the others
+    # map to integers in the same order: flip all bits of negatives, the sign bit of the others
     bits = score.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
     key = tl.where(inside, key, 0)
@@ -42,7 +42,7 @@ def _select_topk(
     if has_counts:
         wanted = tl.load(counts + row).to(tl.int32)
 
-    # the wanted-th largest key, found from its highest bit to its lowest
+    # search for the wanted-th largest key, from its highest bit to its lowest
     threshold = tl.zeros((), dtype=tl.uint32)
     bit = tl.full((), 2147483648, dtype=tl.uint32)
     for _ in range(32):
@@ -116,7 +116,7 @@ def _rotate(
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
 ):
-    """One token's heads, packed side by side, to or from two tensors; rotated on the way."""
+    """Move one token's packed heads to or from two tensors, and rotate them."""
     program = tl.program_id(0).to(tl.int64)
     row, token = program // num_tokens, program % num_tokens
     lane = tl.arange(0, block_half)[None, :]
@@ -139,7 +139,7 @@ def _rotate(
         low += tl.load(second + place + lane, mask=to_second, other=0.0).to(tl.float32)
         high = tl.load(first + place + half + lane, mask=to_first, other=0.0).to(tl.float32)
         high += tl.load(second + place + half + lane, mask=to_second, other=0.0).to(tl.float32)
-        # a gradient turns the other way
+        # gradients rotate in the opposite direction
         tl.store(packed, low * cos + high * sin, mask=here)
         tl.store(packed + half, high * cos - low * sin, mask=here)
     else:
@@ -221,14 +221,14 @@ def _cross_entropy(
     steps: tl.constexpr,
     lanes: tl.constexpr,
 ):
-    """A row's loss; its logits are overwritten by the gradient of the scaled loss."""
+    """A row's loss; its logits are overwritten with the gradient of the scaled loss."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * num_classes
     target = tl.load(targets + row)
     counted = target != ignore
     factor = tl.where(counted, tl.load(scale), 0.0)
-    # each lane keeps its own running maximum and sum, rescales them once for several values, and is
-    # joined with the others once at the end
+    # each lane keeps its own running maximum and sum, rescales them once for several values, and
+    # is combined with the others only at the end
     tile = tl.arange(0, steps)[:, None] * lanes + tl.arange(0, lanes)[None, :]
     top = tl.full((lanes,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((lanes,), dtype=tl.float32)
@@ -236,7 +236,7 @@ def _cross_entropy(
         inside = start + tile < num_classes
         value = tl.load(logits + start + tile, mask=inside, other=float("-inf")).to(tl.float32)
         new_top = tl.maximum(top, tl.max(value, axis=0))
-        # a lane that has seen nothing but -inf has nothing to rescale
+        # a lane that has only seen -inf has nothing to rescale
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         total = total * tl.exp(top - safe) + tl.sum(tl.exp(value - safe[None, :]), axis=0)
         top = new_top
@@ -244,7 +244,7 @@ def _cross_entropy(
     log_sum = peak + tl.log(tl.sum(total * tl.exp(top - peak)))
     chosen = tl.load(logits + target, mask=counted, other=0.0).to(tl.float32)
     tl.store(losses + row, (log_sum - chosen) * factor)
-    # every lane has the target's logit before any lane overwrites it
+    # every lane must have read the target's logit before any lane overwrites it
     tl.debug_barrier()
     for start in range(0, num_classes, steps * lanes):
         inside = start + tile < num_classes
@@ -254,10 +254,10 @@ def _cross_entropy(
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, scale: Tensor, ignore: int) -> Tensor:
-    """Scaled loss of each row; overwrites `logits` by the gradient."""
+    """Scaled loss of each row; overwrites `logits` with the gradient."""
     losses = torch.empty(logits.shape[0], device=logits.device, dtype=torch.float32)
-    # the quickest of 18 tiles on an H200; a thread then holds whole columns of the tile, and few
-    # enough rows are under way for their second reading to find them in the L2 cache
+    # the fastest of 18 tile shapes on an H200: each thread holds whole columns of the tile, and so
+    # few rows are in flight that the second read finds them in the L2 cache
     _cross_entropy[(logits.shape[0],)](
         logits,
         targets,

@@ -1,4 +1,4 @@
-"""A decoding step of fixed shape equals the full pass, whoever joins and leaves."""
+"""A fixed-shape decoding step equals the full pass, whichever sequences join and leave."""
 
 from functools import cache
 
@@ -24,18 +24,18 @@ CASES = [
     ("mode_integrated_token_choice", None),
 ]
 LENGTHS = [11, 4, 7]
-# who holds which row of the cache: in no order, and one row is nobody's
+# cache row of each sequence: in no particular order, and one row is unused
 ROWS = [3, 0, 4]
 
 
 @cache
 def get_model(name: str) -> Transformer:
-    """Tests share models: nobody changes them."""
+    """Shared between tests, which must not modify it."""
     return make_model(name).requires_grad_(False)
 
 
 class Batch:
-    """Sequences that come one after the other, in a step of four places."""
+    """Sequences that join one after another, in a step of four places."""
 
     def __init__(self, name: str, selector: str | None) -> None:
         self.model, config = get_model(name), get_model(name).config
@@ -43,7 +43,7 @@ class Batch:
         pages = Pages(*sizes, longest=config.max_seq_len)
         device = torch.device("cpu")
         self.cache = PagedCache(config, pages, device=device, dtype=torch.float64)
-        # what nobody wrote is not read
+        # unwritten entries must not be read
         self.cache.key.fill_(torch.nan)
         self.cache.value.fill_(torch.nan)
         self.tokens = [make_tokens(config, n, seed=n) for n in LENGTHS]
@@ -53,14 +53,14 @@ class Batch:
         self.step = RecordedStep(self.model, self.cache, selector, 4)
 
     def run(self, live: list[tuple[int, int]]) -> Outputs:
-        """The tokens at these (sequence, position)s."""
+        """Compute the tokens at these (sequence, position) pairs."""
         sent = [int(self.tokens[number][position]) for number, position in live]
         self.step.send(sent, [p for _, p in live], [ROWS[number] for number, _ in live])
         return self.step.run()
 
 
 def list_lines(output: Output, model: Transformer, position: int) -> list[int]:
-    """What a step is to tell of one token after the best one: see `Outputs.told`."""
+    """What a step should report about one token, after the best token: see `Outputs.told`."""
     routings = output.routings
     lines = [int(routing.slot[0, position] >= 0) for routing in routings]
     lines += [int(r.memory.slot[0, position] >= 0) for r in routings if r.memory is not None]
@@ -77,11 +77,11 @@ def list_lines(output: Output, model: Transformer, position: int) -> list[int]:
 
 @pytest.mark.parametrize(("name", "selector"), CASES)
 def test_a_step_equals_the_full_pass(name: str, selector: str | None) -> None:
-    """With one to three of four places taken: the second joins late and leaves before the end."""
+    """With one to three of four places in use: the second joins late and leaves early."""
     batch = Batch(name, selector)
     outputs = [batch.model(tokens[None], selector=selector) for tokens in batch.tokens]
     for moment in range(13):
-        # the second sequence stands first while it is there: places are not rows
+        # the second sequence comes first while present: places are not rows
         order = [1, 0, 2]
         live = [(n, moment - 2 * n) for n in order if 0 <= moment - 2 * n < LENGTHS[n]]
         if not live:
@@ -94,7 +94,7 @@ def test_a_step_equals_the_full_pass(name: str, selector: str | None) -> None:
             assert told[0] == int(truth.argmax())
             assert told[1:] == list_lines(outputs[number], batch.model, position)
     lengths = batch.cache.lengths
-    assert not lengths[:, [1, 2]].any(), "rows that nobody holds stay empty"
+    assert not lengths[:, [1, 2]].any(), "unused rows stay empty"
     for number, row in enumerate(ROWS):
         stored = [LENGTHS[number]] * batch.model.config.num_layers
         layers, routings = batch.model.config.routed_layers, outputs[number].routings

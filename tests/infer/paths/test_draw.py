@@ -1,4 +1,4 @@
-"""Drawing in shapes that never change gives what `sample` gives, row by row."""
+"""Drawing in fixed shapes matches `sample`, row by row."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from depthmix.infer.sampling import SamplingParams, pack_settings, sample, unpac
 VOCABULARY = 23
 DEVICE = torch.device("cpu")
 
-# as fields: what checks types at run time draws random numbers of its own
+# as fields, not objects: run-time type checking draws random numbers of its own
 fields = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0, 0.5, 1.0]),
@@ -51,7 +51,7 @@ def test_rows_are_drawn_as_if_alone(
     record: bool, calls: list[list[dict[str, Any]]], seed: int
 ) -> None:
     drawer = TorchDrawer(VOCABULARY, DEVICE, record=record)
-    # one after the other: what an earlier one left in a kept step must not matter
+    # in sequence: leftovers of earlier calls in a cached step must not matter
     for number, wishes in enumerate(calls):
         params = [SamplingParams(**wish) for wish in wishes]
         logits, seen = make_rows(len(params), seed + 10 * number), make_seen(params, seed + number)

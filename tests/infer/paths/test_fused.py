@@ -37,13 +37,13 @@ def _fused(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(model: Transformer, pages: Any, selector: str | None, **options: Any) -> Any:
         apart, most = options["apart"], options["max_step_tokens"]
         if apart and not options["record"]:
-            # what others are compared with
+            # the baseline for the others
             return Runner(model, pages, selector, record=False, apart=True)
         return fused.FusedRunner(model, pages, selector, most, apart=apart)
 
     monkeypatch.setattr(engine_module, "make_runner", make)
     if DEVICE.type == "cpu":
-        # interpreted, every program takes its time, also those of tokens that are not there
+        # in the interpreter every program costs time, even those for padding
         monkeypatch.setattr(fused, "choose_size", lambda count: -(-count // 4) * 4)
         monkeypatch.setattr(places, "PROGRAMS", 3)
 
@@ -54,7 +54,7 @@ def make(name: str, **overrides: Any) -> Transformer:
 
 
 def check(model: Transformer, engine: Engine, prompt: list[int], sample: Sample) -> None:
-    """A greedy sample with log-probabilities is what the full pass says."""
+    """A greedy sample with log-probabilities matches the full pass."""
     tokens = torch.tensor([[*prompt, *sample.tokens]], device=DEVICE)
     output = model(tokens, selector=engine.selector)
     logprobs = output.logits[0, len(prompt) - 1 : -1].float().log_softmax(dim=1)
@@ -70,7 +70,7 @@ def check(model: Transformer, engine: Engine, prompt: list[int], sample: Sample)
 def generate_and_check(
     name: str, selector: str | None, lengths: Sequence[int], **overrides: Any
 ) -> None:
-    """A batch that joins and leaves."""
+    """A batch whose sequences join and leave."""
     model = make(name, **overrides)
     engine = Engine(
         model, selector=selector, max_batch=3, page_size=4, chunk_tokens=8, invariant=False
@@ -85,7 +85,7 @@ def generate_and_check(
 
 
 def assert_free(engine: Engine) -> None:
-    """Nothing is left of anybody."""
+    """No sequence has left anything behind."""
     pages = engine.pages
     assert pages.num_used == 0
     assert not pages.promised.any()
@@ -119,7 +119,7 @@ def make_engine(model: Transformer, **options: Any) -> Engine:
 
 
 def run(engine: Engine) -> dict[tuple[int, int], Sample]:
-    """Step until nobody is left; the samples by request and number."""
+    """Step until no sequence is left; return the samples by request and number."""
     found = {}
     while engine.has_work:
         for event in engine.step():
@@ -142,7 +142,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("name", ["mod", pytest.param("dense", marks=pytest.mark.gpu)])
 def test_settings_give_what_the_other_runner_gives(name: str) -> None:
-    """Drawn by kernels or by torch: the same seed gives the same text."""
+    """Whether kernels or torch draw: the same seed gives the same text."""
     model = make(name, num_layers=2)
     other = make(name, num_layers=2).cpu()
     common: dict[str, Any] = {"seed": 7, "max_tokens": 2}
@@ -166,7 +166,7 @@ def test_settings_give_what_the_other_runner_gives(name: str) -> None:
                     assert logprobs == pytest.approx([t.logprob for t in others], abs=1e-3)
 
 
-# one block, and that one routed
+# a single block, which is routed
 SMALL: dict[str, Any] = {"num_layers": 1, "routing.every": 1}
 MIXED = [
     SamplingParams(max_tokens=3, temperature=0, logprobs=0),
@@ -177,12 +177,12 @@ PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9]]
 
 
 def expect(model: Transformer) -> list[tuple[int, ...]]:
-    """What these give in an engine to which nothing happens."""
+    """What these give in an engine without disturbances."""
     results = make_engine(model, invariant=True, record=False).generate(PROMPTS, MIXED)
     return [result.samples[0].tokens for result in results]
 
 
-# a step that fails before it did anything, and after it did all
+# a step that fails before doing anything, and one that fails after doing everything
 @pytest.mark.parametrize("works", [False, True])
 def test_a_step_that_fails_is_tried_again(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("mod", **SMALL)
@@ -200,7 +200,7 @@ def test_a_step_that_fails_is_tried_again(works: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(fused.Blocks, "run", fail_once)
     for prompt, params in zip(PROMPTS, MIXED, strict=True):
         engine.add(prompt, params)
-    # nobody is done by then, so that no result is lost with the step
+    # no sequence is finished by then, so no result is lost with the step
     engine.step()
     with pytest.raises(RuntimeError, match="out of luck"):
         run(engine)
@@ -216,7 +216,7 @@ def test_weights_that_moved_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"weights were moved or replaced .* make a new Engine"):
         engine.add([1, 2], MIXED[0])
     assert_free(engine)
-    # a new one takes them where they are
+    # a new engine uses them in place
     engine = make_engine(model)
     result = engine.generate(PROMPTS[:1], SamplingParams(max_tokens=2, temperature=0, logprobs=0))
     check(model, engine, PROMPTS[0], result[0].samples[0])
@@ -227,7 +227,7 @@ def test_two_engines_on_one_model_do_not_disturb_each_other() -> None:
     expected = expect(model)
     engines = [make_engine(model), make_engine(model, page_size=2)]
     for number, engine in enumerate(engines):
-        # the same requests, from different ends
+        # the same requests in opposite order
         for at in (0, 1, 2) if number else (2, 1, 0):
             engine.add(PROMPTS[at], MIXED[at])
     found: list[dict[int, Sample]] = [{}, {}]
@@ -241,7 +241,7 @@ def test_two_engines_on_one_model_do_not_disturb_each_other() -> None:
 
 def test_whoever_gives_way_is_computed_again() -> None:
     model = make("mod", num_layers=2)
-    # two prompts fill the cache, and none of them can end in what is left
+    # two prompts fill the cache, and neither can finish in what is left
     engine = make_engine(model, cache_tokens=16, max_batch=2, page_size=2)
     prompts = [make_tokens(model.config, n, seed=n).tolist() for n in (7, 6)]
     params = SamplingParams(max_tokens=5, temperature=0, logprobs=0)
@@ -264,14 +264,14 @@ def test_cancelled_while_steps_are_under_way() -> None:
             assert event.result is not None
             assert event.result.finish == "cancelled"
         assert_free(engine)
-    # whoever comes into the same rows is not mistaken for those who left
+    # new sequences in the same rows are not mistaken for those that left
     results = engine.generate(PROMPTS, MIXED)
     assert [result.samples[0].tokens for result in results] == expected
     assert_free(engine)
 
 
 def test_computed_apart_numbers_depend_on_nobody_else() -> None:
-    """`invariant`: to the last bit."""
+    """With `invariant`, results are bitwise equal."""
     model = make("mod", **SMALL)
     params = SamplingParams(max_tokens=2, temperature=0.8, seed=1, logprobs=0)
     options = {"invariant": True, "record": True}

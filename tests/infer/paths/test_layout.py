@@ -1,4 +1,4 @@
-"""Stacked weights are the model's own, and the kernel that they are for equals the model."""
+"""Stacked weights share the model's memory, and the kernel they are for equals the model."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ decode = pytest.importorskip("depthmix.kernels.decode.step")
 plan = pytest.importorskip("depthmix.kernels.decode.plan")
 stages = pytest.importorskip("depthmix.kernels.decode.stages")
 
-# the kernel wants heads of 16 at least
+# the kernel needs heads of at least 16
 SIZE: dict[str, Any] = {"width": 32, "num_heads": 2, "num_kv_heads": 1, "num_layers": 3}
 NAMES = ["dense", "dense_gelu", "dense_mha_qk_norm_untied", "mod", "mod_gelu_mqa_untied"]
 
@@ -43,7 +43,7 @@ def test_a_model_does_not_notice_that_it_is_stacked(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_matrices_are_there_once(name: str) -> None:
-    """Each large parameter is a part of a stacked tensor, and all parts together are the whole."""
+    """Each large parameter is a view of a stacked tensor, and together they cover all of it."""
     model = make(name)
     weights = layout.stack_weights(model)
     outside = ("embedding", "phase_table", "norm", "head")
@@ -58,7 +58,7 @@ def test_matrices_are_there_once(name: str) -> None:
             assert not key.startswith("layers"), key
     assert found == places
     assert len(found) == len(stacked)
-    # a change of one is a change of the other
+    # changing one changes the other
     before = model(make_tokens(model.config, 1, 5)).logits
     weights.w_mlp_out[-1] *= 2
     assert not torch.equal(model(make_tokens(model.config, 1, 5)).logits, before)
@@ -82,15 +82,15 @@ def test_a_tied_head_is_the_embedding(tied: bool) -> None:
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU, in Triton's interpreter")
 def test_the_kernel_for_one_sequence_equals_the_model(name: str, selector: str | None) -> None:
-    """One row of several; the best token is the next one's input."""
-    # a tied head would only repeat the first token
+    """One row of several; the best token is the next step's input."""
+    # with a tied head it would only repeat the first token
     model, num_tokens, row = make(name, tied_head=False), 4, 1
     config = model.config
     pages = Pages(40, 2, config.num_layers, 3, longest=config.max_seq_len)
     cache = PagedCache(config, pages, device=torch.device("cpu"), dtype=torch.float32, by_page=True)
     for pool in (cache.key, cache.value):
         pool.fill_(torch.nan)
-    # the first row's pages are not the ones that are used
+    # so that the row under test does not use the first pages
     assert pages.reserve(0, 1)
     assert pages.reserve(row, num_tokens)
     cache.follow(pages.drain_changes())
@@ -124,7 +124,7 @@ def test_engines_share_the_stacks_of_a_model() -> None:
     model = make("mod")
     stacks = layout.find_stacks(model)
     assert layout.find_stacks(model) is stacks
-    # in place, as an optimiser does it
+    # in place, like an optimiser
     with torch.no_grad():
         model.norm.weight.mul_(2)
         model.get_parameter("layers.0.norm_mlp.weight").mul_(3)
@@ -147,13 +147,13 @@ def test_weights_that_moved_are_stacked_anew(replace: bool) -> None:
     other = layout.find_stacks(model)
     assert other.are_current()
     assert other.weights.w_in.dtype == model.embedding.weight.dtype
-    # whoever holds the old ones can still read them
+    # the old tensors stay readable
     torch.testing.assert_close(
         stacks.weights.w_mlp_out.to(other.weights.w_in.dtype), other.weights.w_mlp_out
     )
 
 
 def test_kernels_know_every_gate_and_every_causal_selector() -> None:
-    """They cannot read configurations, so they have lists of their own."""
+    """They cannot read configurations, so they keep their own lists."""
     assert set(stages.GATES) == set(GATES)
     assert set(plan.SELECTORS) == set(CAUSAL_SELECTORS)

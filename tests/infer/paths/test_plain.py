@@ -17,7 +17,7 @@ CASES = causal_cases()
 
 @cache
 def get_model(name: str) -> Transformer:
-    """Tests share models: nobody changes them."""
+    """Shared between tests, which must not modify it."""
     return make_model(name).requires_grad_(False)
 
 
@@ -36,7 +36,7 @@ class Rows:
         self.done = [0] * len(lengths)
 
     def run(self, counts: dict[int, int]) -> list[Done]:
-        """The next tokens of some rows in one pass; a row's last token asks for logits."""
+        """Compute the next tokens of some rows in one pass; logits for each row's last token."""
         works = []
         for row, count in counts.items():
             start = self.done[row]
@@ -56,7 +56,7 @@ class Rows:
 def count_by_hand(
     model: Transformer, output: Output, first: int, last: int
 ) -> tuple[Usage, list[int]]:
-    """What tokens first .. last - 1 used, by looking at every pair; and what each layer stored."""
+    """Usage of tokens first .. last - 1, counting every pair; and what each layer stored."""
     config, num_tokens = model.config, output.logits.shape[1]
     routings = dict(zip(config.routed_layers, output.routings, strict=True))
     experts, here = iter(output.expert_routings), slice(first, last)
@@ -91,13 +91,13 @@ def list_paths(output: Output) -> list[tuple[bool, ...]]:
     return [tuple(path) for path in zip(*columns, strict=True)]
 
 
-# each case once with the checks of shapes at run time, and once without
+# each case once with run-time shape checks, and once without
 @pytest.mark.parametrize("record", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("name", "selector"), CASES)
 def test_chunks_of_several_rows_equal_the_full_pass(
     name: str, selector: str | None, record: bool
 ) -> None:
-    """Rows of any lengths in one pass, in any order, some of them late or finished."""
+    """Rows of any length in one pass, in any order; some join late, some finish early."""
     rows = Rows(name, selector, [11, 1, 8], record=record)
     steps = [{0: 6}, {2: 5, 0: 3, 1: 1}, {0: 1, 2: 2}, {2: 1, 0: 1}]
     starts = [0, 0, 0]
@@ -147,8 +147,8 @@ def test_the_cache_has_the_models_type() -> None:
 def test_kernels_are_used_only_for_what_they_know() -> None:
     assert find_shape_obstacle(make_config("mod"), torch.float32) is None
     told = find_shape_obstacle(make_config("mod_kv"), torch.float32)
-    assert told == "kernels know nothing of its routing.kv_capacity = 0.5"
-    # whoever adds a field decides here: kernels take it into account, or such models do without
+    assert told == "kernels do not support its routing.kv_capacity = 0.5"
+    # a new field needs a decision here: kernels support it, or models with it do not use them
     names = {n for n in fields.flatten(ModelConfig().to_dict()) if not n.startswith("experts.")}
     assert names - KNOWN_FIELDS == {"routing.kv_capacity"}
     assert names >= KNOWN_FIELDS

@@ -18,13 +18,13 @@ blocks_module = pytest.importorskip("depthmix.kernels.decode.blocks")
 pytestmark = pytest.mark.slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# what a step leaves as it is, or resets itself
+# buffers that a step leaves unchanged, or resets itself
 LASTING = ("arrivals", "ones", "order", "route_of_layer", "newest")
 
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted, hundreds of programs that find nothing to do take seconds."""
+    """In the interpreter, hundreds of idle programs take seconds."""
     if not torch.cuda.is_available():
         places = blocks_module.places
         tuning = places.TILE_FLOAT32._replace(programs=2)
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What a step is padded to."""
+    """The sizes that a step is padded to."""
 
     num_tokens: int
     num_alone: int
@@ -72,7 +72,7 @@ class Bench:
         self.cache.send_tables()
         self.cache.key.fill_(float("nan"))
         self.cache.value.fill_(float("nan"))
-        # of a sequence that was there before: who begins begins with nothing
+        # left by an earlier sequence: a new one must start empty
         self.cache.lengths.fill_(3)
         generator = torch.Generator().manual_seed(2)
         shape = (num_rows, longest)
@@ -105,9 +105,9 @@ class Bench:
         room: Room,
         most_asked: int | None = None,
     ) -> None:
-        """Compute the next tokens of these rows; the logits of all of them are asked for.
+        """Compute the next tokens of these rows, with logits for all of them.
 
-        Or, with room for `most_asked`, those of the last tokens.
+        Or, with room for `most_asked`, for the last tokens only.
         """
         given: list[int] = []
         rows: list[int] = []
@@ -121,7 +121,7 @@ class Bench:
                 own = self.tokens[row, start : start + count].tolist()
                 begin.append(len(given))
                 if parts is alone and start:
-                    # the device knows it
+                    # the device already knows the token
                     self.newest[row], own = own[0], [-1]
                 given += own
                 rows += [row] * count
@@ -156,7 +156,7 @@ class Bench:
         )
         assert logits[: len(asked)].isfinite().all()
         if most_asked is not None:
-            # as if the others had been asked for too
+            # as if the others had been requested too
             missing = torch.full((num_real - len(asked), logits.shape[1]), torch.nan)
             logits = torch.cat([missing.to(logits), logits])
         at = 0
@@ -167,7 +167,7 @@ class Bench:
             self.done[row] += count
 
     def compare(self, tolerance: float) -> None:
-        """All that was computed so far with the forward pass."""
+        """Compare everything computed so far with the forward pass."""
         for row, count in enumerate(self.done):
             if not count:
                 continue
@@ -182,7 +182,7 @@ class Bench:
             # what each layer has stored
             assert self.cache.lengths[:, row].tolist() == lengths.tolist()
             found, expected = torch.cat(self.logits[row]), truth.logits[0].float()
-            # those that were not asked for
+            # logits that were not requested
             expected[found.isnan()] = torch.nan
             scale = float(expected.nan_to_num().abs().max())
             atol = tolerance * scale
@@ -190,10 +190,10 @@ class Bench:
 
 
 def run(model: Transformer, selector: str | None, path: str) -> Bench:
-    """Prompts beside single tokens; chunks that go on, and one that is empty; then tokens alone."""
+    """Prompts beside single tokens; chunks that continue, and an empty one; then single tokens."""
     bench = Bench(model, selector, num_rows=5, most=32)
     if path == "many":
-        # nothing is small enough for products of few rows
+        # no step is small enough for the few-row products
         bench.blocks.few.num_rows = 0
     bench.step([Part(1, 1)], [Part(0, 6), Part(3, 2)], Room(16, 4, 4))
     bench.step([Part(1, 1), Part(4, 1)], [Part(3, 5), Part(0, 7)], Room(16, 4, 4))
@@ -203,7 +203,7 @@ def run(model: Transformer, selector: str | None, path: str) -> Bench:
 
 
 def force(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows or many; in steps without prompts also whose queries routed blocks compute."""
+    """Few rows or many; in steps without prompts also which rows routed blocks project."""
     limit = 64 if path in ("few", "gather") else 0
     monkeypatch.setattr(blocks_module, "FEW_TOKENS", limit)
     monkeypatch.setattr(blocks_module, "FEW_PLACES", limit)
@@ -213,7 +213,7 @@ def force(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "mod"])
 def test_few_logits_of_many_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a prompt: products of many rows for its tokens, those of few for what is asked."""
+    """As for a prompt: many-row products for its tokens, few-row products for the logits."""
     monkeypatch.setattr(blocks_module, "FEW_TOKENS", 2)
     bench = Bench(make(name, num_layers=2), "predictor" if name == "mod" else None, 2, most=32)
     bench.step([], [Part(0, 6), Part(1, 3)], Room(16, 0, 4), most_asked=2)
@@ -244,7 +244,7 @@ def test_both_kinds_of_products(
 @pytest.mark.parametrize(
     ("name", "selector", "path", "overrides"),
     [
-        # two layers, of which the second is routed
+        # two layers, the second one routed
         ("dense_gelu", None, "many", {"qkv_bias": True}),
         ("mod_qkv_bias", "router", "few", {}),
         ("mod_qkv_bias", "predictor", "many", {}),
@@ -254,7 +254,7 @@ def test_both_kinds_of_products(
         ("mod", "all", "many", {}),
         ("mod_gelu_mqa_untied", "predictor", "many", {}),
         ("mod_plain_scores", "router", "few", {}),
-        # heads of 24: their numbers fill no power of two
+        # heads of width 24, which is not a power of two
         ("mod", "predictor", "few", {"width": 72, "num_heads": 3, "mlp_width": 40}),
         ("mod", "predictor", "many", {"width": 72, "num_heads": 3, "mlp_width": 40}),
     ],
@@ -271,7 +271,7 @@ def test_kinds_of_models(
 
 
 def test_sizes_between_the_limits_take_both_paths() -> None:
-    """More than sixteen tokens, and fewer places: a dense block is large and a routed one small."""
+    """More than sixteen tokens but fewer places: dense blocks are large, routed ones small."""
     bench = Bench(make("mod", num_layers=2), "predictor", num_rows=4, most=32)
     bench.step([], [Part(2, 13), Part(1, 5)], Room(32, 0, 4))
     bench.step([Part(1, 1), Part(2, 1)], [Part(0, 2)], Room(32, 4, 4))
@@ -333,7 +333,7 @@ def run_real(model: Transformer, selector: str | None) -> Bench:
         ("mod", "router", {"qk_norm": True}),
         ("mod_qkv_bias", "all", {}),
         ("early_exit", "predictor", {}),
-        # heads of 48
+        # heads of width 48
         ("mod", "predictor", {"width": 576}),
         ("mod_gelu_mqa_untied", "predictor", {}),
     ],
@@ -358,7 +358,7 @@ def test_real_sizes_in_bf16_are_as_good_as_the_model(name: str, selector: str | 
         truth = exact(tokens, selector=selector).logits[0]
         usual = (model(tokens, selector=selector).logits[0].float() - truth).square().mean()
         error = (torch.cat(bench.logits[row]) - truth).square().mean()
-        # root mean squares, as far as the model's own forward pass is off and some more
+        # root mean square error, little more than that of the model's own forward pass
         assert error.sqrt() < 1.5 * usual.sqrt() + 1e-3 * truth.square().mean().sqrt()
 
 

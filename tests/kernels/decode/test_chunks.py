@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POSITIONS = 64
-# what `attend_tokens` has of its own would be multiplied as integers by Triton's interpreter
+# Triton's interpreter would multiply bf16 as integers inside `attend_tokens`
 NARROW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
@@ -30,10 +30,10 @@ class Shape(NamedTuple):
 
 
 class Packed:
-    """Chunks of several rows, of which some tokens are kept, over pages that are partly filled.
+    """Chunks of several rows, with some tokens kept, over partly filled pages.
 
-    `kept` are the numbers of kept tokens of each chunk; twice as many tokens are there, if
-    `skips`. The chunks' rows have `past` tokens each, and no order.
+    `kept` is the number of kept tokens of each chunk; with `skips`, there are twice as many tokens.
+    The chunks' rows have `past` tokens each, and are in no particular order.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Packed:
         num_rows = num_chunks + 2
         rows = torch.randperm(num_rows)[:num_chunks]
         chunk = torch.repeat_interleave(torch.arange(num_chunks), torch.tensor(each))
-        # nobody reads the chunk, the position or the row of what is no token
+        # chunk, position and row of padding must not be read
         self.chunk = torch.full((num_tokens,), 10**6)
         self.chunk[: len(chunk)] = chunk
         self.row = torch.full((num_tokens,), -1)
@@ -66,7 +66,7 @@ class Packed:
         self.lengths[rows] = torch.tensor(past)
         most = -(-(max(p + k for p, k in zip(past, kept, strict=True)) + 5) // size)
         self.table = torch.randperm(num_rows * most).view(num_rows, most)
-        # what no row holds is never read
+        # entries that no row holds must not be read
         self.pages = torch.full(
             (2, shape.num_groups, num_rows * most, size, shape.head_width), torch.nan, dtype=dtype
         )
@@ -81,7 +81,7 @@ class Packed:
         self.phase_table = make_phase_table(POSITIONS, shape.head_width, 10_000.0)
 
     def place_on_device(self, transposed: bool = True) -> dict[str, Tensor]:
-        """What the kernels take; the pages as they lie on a GPU, if `transposed`."""
+        """The kernels' arguments; with `transposed`, pages have the GPU's memory layout."""
         names = ["index", "count", "row", "chunk", "first", "chunk_row", "lengths", "table"]
         tensors = {name: getattr(self, name).int().to(DEVICE) for name in names}
         pages = self.pages.to(DEVICE, copy=True)
@@ -123,7 +123,7 @@ class Packed:
         return turned[0], pages
 
     def attend_truth(self, query: Tensor, pages: Tensor) -> Tensor:
-        """(P, N, H) in float64, of pages that hold the new keys."""
+        """(P, N, H) in float64, from pages that hold the new keys."""
         shape = self.shape
         each = shape.num_heads // shape.num_groups
         out = torch.zeros(self.num_kept, shape.num_heads, shape.head_width, dtype=torch.float64)
@@ -142,7 +142,7 @@ class Packed:
 
 
 def assert_close(found: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
-    """As close as numbers of that type come, NaN where the truth has it."""
+    """As close as the dtype allows, with NaN in the same places."""
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(found, truth, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -172,7 +172,7 @@ def check_stored(packed: Packed, norms: bool = False, bias: bool = False, **opti
     width = shape.num_heads * shape.head_width
     found = step["qkv"].cpu()
     assert_close(found[: packed.num_kept, :width], query.flatten(1), shape.dtype)
-    # places beyond the last stay as they are
+    # places past the last are left unchanged
     assert found[packed.num_kept :].isnan().all()
     for name, truth, before in zip(("key_pages", "value_pages"), pages, packed.pages, strict=True):
         ours = step[name].cpu()
@@ -187,7 +187,7 @@ def check_stored(packed: Packed, norms: bool = False, bias: bool = False, **opti
 def check_attended(
     packed: Packed, first_chunk: int = 0, tuning: Any = None, max_places: int | None = None
 ) -> None:
-    """Queries of chunks, of which the ones before `first_chunk` are not asked for."""
+    """Queries of chunks; those before `first_chunk` are not computed."""
     shape = packed.shape
     query, pages = packed.store_truth([None, None], None, 0.0)
     truth = packed.attend_truth(query, pages).flatten(1)
@@ -232,7 +232,7 @@ def test_keys_are_stored_as_torch_would(shape: Shape, extras: tuple[bool, bool])
 
 
 def test_many_heads_are_shared_out_between_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that have some queries and some keys, or keys and values."""
+    """Programs with some queries and some keys, or keys and values."""
     monkeypatch.setattr(kernels, "BLOCK_ROTATED", 32)
     check_stored(Packed(Shape(5, 5), [3, 2], [0, 4]), True, True)
 
@@ -248,7 +248,7 @@ def test_all_tokens_may_be_kept() -> None:
 
 
 def test_padding_is_passed_by() -> None:
-    """A place without a row changes nothing, though it is counted."""
+    """A place without a row changes nothing, although it is counted."""
     packed = Packed(Shape(), [2], [3])
     step = packed.place_on_device()
     step["row"].fill_(-1)
@@ -285,7 +285,7 @@ def test_chunks_attend_as_torch_would(shape: Shape, first_chunk: int) -> None:
 @pytest.mark.parametrize("blocks", [(16, 16), (16, 64), (64, 16)])
 @pytest.mark.parametrize("kept", [[40], [16, 0, 1, 17, 33], [0, 32]])
 def test_blocks_may_end_anywhere(blocks: tuple[int, int], kept: list[int], split: bool) -> None:
-    """In a chunk, in what all queries of a block see, and in pages."""
+    """Inside a chunk, inside the keys that all queries of a block see, and inside pages."""
     tuning = kernels.ChunkTuning(*blocks, num_warps=4, num_stages=2, split=split)
     packed = Packed(Shape(1, 1), kept, [31, 5, 0, 16, 15][: len(kept)], skips=False, spare=0)
     check_attended(packed, tuning=tuning, max_places=sum(kept))
@@ -299,7 +299,7 @@ def test_no_chunk_is_left() -> None:
 @pytest.mark.parametrize("max_places", [1, 20, 256, 8192])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_tuning_fits(width: int, max_places: int, dtype: torch.dtype) -> None:
-    """Into the shared memory of an H200 and of a desktop card, with what is under way."""
+    """Into the shared memory of an H200 and of a desktop card, including loads in flight."""
     for room in (kernels.SHARED_BYTES, 99 * 1024):
         tuning = kernels.choose_tuning(dtype, width, 16, max_places, room)
         assert tuning.block_m in (16, 32, 64, 128)
@@ -312,7 +312,7 @@ def test_tuning_fits(width: int, max_places: int, dtype: torch.dtype) -> None:
 def test_tokens_attend_as_torch_would(
     monkeypatch: pytest.MonkeyPatch, shape: Shape, busy: int | None
 ) -> None:
-    """Alone in their rows; a place without one is left to others."""
+    """Queries alone in their rows; a place without one is left unchanged."""
     monkeypatch.setattr(paged_triton, "PROGRAMS", 3 * 5 * shape.num_groups)
     packed = Packed(shape, [1] * 5, [0, 40, 7, 3, 19])
     query, pages = packed.store_truth([None, None], None, 0.0)
@@ -352,7 +352,7 @@ def test_real_sizes(dtype: torch.dtype, heads: tuple[int, int], width: int, page
     kept, past = [1, 1, 700, 0, 130, 3, 1025], [900, 17, 0, 5, 1300, 511, 1000]
     check_stored(Packed(shape, kept, past), True, True)
     check_attended(Packed(shape, kept, past), first_chunk=2)
-    # few queries of many chunks
+    # few queries each, in many chunks
     kept, past = [33, 0, 31, 1, 64, 2, 0, 17] * 4, [100, 3, 800, 0, 64, 15, 1, 1000] * 4
     check_attended(Packed(shape, kept, past))
 
@@ -360,7 +360,7 @@ def test_real_sizes(dtype: torch.dtype, heads: tuple[int, int], width: int, page
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_step_can_be_captured(dtype: torch.dtype) -> None:
-    """A graph follows what the device says: another count, other chunks, other lengths."""
+    """A graph follows changes on the device: another count, other chunks, other lengths."""
     shape = Shape(4, 2, 64, 16, dtype)
     steps = [
         Packed(shape, kept, past, skips=False, spare=200 - sum(kept))

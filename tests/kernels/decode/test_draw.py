@@ -62,13 +62,13 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    # NaN and inf are given on purpose, and the interpreter computes with numpy
+    # NaN and inf are intended, and the interpreter computes with NumPy
     with np.errstate(all="ignore"):
         yield
 
 
 class Bench:
-    """A state of some rows, and the same settings for the reference."""
+    """Sampling state of some rows, and the same settings for the reference."""
 
     def __init__(
         self, params: list[SamplingParams], vocab: int, *, penalized: bool = True, spare: int = 3
@@ -89,7 +89,7 @@ class Bench:
         self.poison()
 
     def poison(self) -> None:
-        """Leave nothing that a step may build on, but for what every step leaves at 0."""
+        """Overwrite all state that a step must not rely on; keep the counters it resets to 0."""
         for name, value in vars(self.drawer).items():
             if isinstance(value, Tensor):
                 if name in ("arrivals", "num_listed", "bin_count", "bin_mass"):
@@ -119,7 +119,7 @@ class Bench:
         return [t.clone() for t in (tensors if state.seen is None else [*tensors, state.seen])]
 
     def check(self, logits: Tensor, *, filtered: bool = True) -> Tensor:
-        """Draw one step and compare all that it tells and all that it changes."""
+        """Draw one step, and compare its outputs and all changes of state."""
         step = self.state.counts[2, self.row]
         settings: Settings = self.settings._replace(step=step)
         seen = None if self.state.seen is None else self.state.seen[self.row]
@@ -142,7 +142,7 @@ def make_params(*chosen: dict[str, Any]) -> list[SamplingParams]:
 
 
 def make_logits(kind: str, num: int, vocab: int) -> Tensor:
-    """Rows of one kind, some of which no model should give."""
+    """Rows of one kind, some of which no model should produce."""
     logits = torch.randn(num, vocab) * 3
     if kind == "ties":
         logits = logits.mul(0.5).round()
@@ -196,7 +196,7 @@ def test_draws_the_reference_tokens(kind: str, vocab: int) -> None:
 
 @pytest.mark.parametrize("vocab", [1, 7, 257])
 def test_draws_from_what_no_model_should_give(vocab: int) -> None:
-    """Every kind of row beside every other one, each under settings of its own."""
+    """Every kind of row beside every other, each with its own settings."""
     for shift in range(1 if vocab < 257 else 2 * REPEATS):
         pairs = [(kind, SETTINGS[(shift + 7 * n) % len(SETTINGS)]) for n, kind in enumerate(KINDS)]
         bench = Bench(make_params(*(chosen for _, chosen in pairs)), vocab)
@@ -210,7 +210,7 @@ def test_draws_over_several_blocks() -> None:
 
 
 def test_draws_where_filters_end_among_many() -> None:
-    """The tokens at the edge are too many to be listed, so the row is read again."""
+    """There are too many tokens at the edge to list, so the row is read again."""
     params = make_params(
         {"top_k": 50}, {"top_p": 0.02}, {"top_k": 4500, "top_p": 0.5}, {"top_k": 4, "top_p": 0.5}
     )
@@ -228,7 +228,7 @@ def test_draws_where_filters_end_among_many() -> None:
     ],
 )
 def test_draws_at_the_edge_with_many_seeds(chosen: dict[str, Any]) -> None:
-    """So hot that few bins hold everybody: most draws are decided token by token."""
+    """So hot that all tokens fall into few bins: most draws are decided token by token."""
     num = 10 * REPEATS
     bench = Bench(make_params(*[chosen] * num), 200, penalized=False)
     logits = make_logits("random", 1, 200).expand(num, -1).contiguous()
@@ -237,7 +237,7 @@ def test_draws_at_the_edge_with_many_seeds(chosen: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("chosen", [{"top_p": 0.5}, {"top_k": 30}, {"top_k": 60, "top_p": 0.6}])
 def test_draws_whether_or_not_a_filter_keeps_the_winner(chosen: dict[str, Any]) -> None:
-    """A row is done at once if a filter keeps who would win without it, and else sifted."""
+    """A row is done at once if the filters keep the unfiltered winner, and sifted otherwise."""
     num, vocab = 10 * REPEATS, 1100
     bench = Bench(make_params(*[chosen] * num), vocab, penalized=False)
     logits = make_logits("random", 1, vocab).expand(num, -1).contiguous()
@@ -252,7 +252,7 @@ def test_draws_whether_or_not_a_filter_keeps_the_winner(chosen: dict[str, Any]) 
 
 @pytest.mark.parametrize("num_close", [2, 40])
 def test_draws_among_sums_that_float32_cannot_tell_apart(num_close: int) -> None:
-    """Logits that make up for their noise, in one block and in several, beside lower ones."""
+    """Logits that cancel their noise, in one block and in several, among lower ones."""
     vocab = 2500
     chosen = [{}, {"top_p": 0.999}, {"min_p": 1e-9}, {"top_k": 2000, "temperature": 0.5}]
     bench = Bench(make_params(*chosen), vocab, penalized=False)
@@ -278,7 +278,7 @@ def _tell_chances(keys, shifted, out_chance, out_mass, num: tl.constexpr):
 
 
 def _invert_mix(bits: int) -> int:
-    """What SplitMix64's step makes these 64 bits of."""
+    """Invert SplitMix64's step on 64 bits."""
     for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
         once = bits ^ (bits >> shift)
         bits = once ^ (bits >> 2 * shift) ^ (bits >> 3 * shift if 3 * shift < 64 else 0)
@@ -287,7 +287,7 @@ def _invert_mix(bits: int) -> int:
 
 
 def test_float32_is_as_close_as_is_said() -> None:
-    """From the least noise to the most, and where one formula takes over from another."""
+    """From the least noise to the most, and where one formula replaces another."""
     whole = 2**52
     uniforms = [0, 1, 2, 99, whole - 1, whole - 2, whole - 3, whole - 100]
     for power in range(1, 52):
@@ -325,7 +325,7 @@ def test_reads_narrow_logits_of_a_wider_tensor(dtype: torch.dtype) -> None:
 
 
 def test_follows_the_reference_over_steps() -> None:
-    """Penalties see the tokens of the steps before."""
+    """Penalties apply to the tokens of earlier steps."""
     chosen = [
         {"temperature": 0, "repetition_penalty": 1.5},
         {"repetition_penalty": 3.0},
@@ -338,7 +338,7 @@ def test_follows_the_reference_over_steps() -> None:
     bench.state.seen.zero_()
     logits = make_logits("random", len(chosen), 50).abs()
     tokens = torch.stack([bench.check(logits) for _ in range(6)])
-    # greedy with a penalty, over the same logits again and again
+    # greedy with a penalty, repeatedly from the same logits
     assert len(tokens[:, 0].unique()) > 1
 
 
@@ -379,7 +379,7 @@ def test_empty_places_among_others() -> None:
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    """Nor on how many programs share it out, to the last bit."""
+    """Nor on how many programs share it; results are bitwise equal."""
     vocab = 3000
     params = make_params(*SETTINGS[::3])
     bench = Bench(params, vocab)

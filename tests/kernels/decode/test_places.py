@@ -36,7 +36,7 @@ def integers(values: list[int] | Tensor, dtype: torch.dtype = torch.int32) -> Te
 
 
 def check_close(ours: Tensor, truth: Tensor, *, of_products: bool = False) -> None:
-    """Equal but for a rounding or two; `of_products` are sums in another order."""
+    """Equal up to a rounding or two; `of_products` allows sums in another order."""
     atol = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[ours.dtype]
     if of_products:
         atol *= 5
@@ -45,7 +45,7 @@ def check_close(ours: Tensor, truth: Tensor, *, of_products: bool = False) -> No
 
 
 def choose(num_tokens: int, num_places: int, count: int, *, permuted: bool) -> Tensor | None:
-    """Tokens in places; behind the last one no token at all."""
+    """Assign tokens to places; entries past the last are not valid tokens."""
     if not permuted:
         return None
     index = torch.full((num_places,), 1 << 30, device=DEVICE, dtype=torch.int32)
@@ -69,7 +69,7 @@ LARGE = [(2048, 2048, 300, 2048), (5000, 5000, 4999, 1023), (2048, 2048, 2048, 1
 
 
 def check_rows(sizes: tuple[int, ...], dtype: torch.dtype, *, permuted: bool) -> None:
-    """All that goes through rows of the stream."""
+    """Check all kernels that work on rows of the stream."""
     num_tokens, num_places, count, width = sizes
     index = choose(num_tokens, num_places, count, permuted=permuted)
     token, counter = name_tokens(index, count), integers([count])
@@ -215,9 +215,9 @@ def test_product(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
         places.PlaceTuning(16, 32, 32, 2, 3, group=1, programs=9),
         places.PlaceTuning(16, 32, 16, 4, 2, splits=4, programs=20),
         places.PlaceTuning(32, 16, 16, 4, 2, group=3, splits=3, programs=45),
-        # tiles that begin in the middle of a program's share, which holds whole ones, too
+        # tiles that begin in the middle of a program's share, which also holds whole ones
         places.PlaceTuning(16, 16, 16, 4, 2, group=2, splits=4, programs=9),
-        # not a part for everybody, and some without columns
+        # fewer parts than programs, and some parts without columns
         places.PlaceTuning(32, 32, 16, 4, 2, splits=8, programs=40),
     ],
 )
@@ -255,7 +255,7 @@ def test_splits_leave_their_counters_as_they_were_and_sum_in_order() -> None:
 )
 def test_large_product(width: int, num_out: int, count: int, dtype: torch.dtype) -> None:
     check_product(2048, count, width, num_out, dtype)
-    # as it is when the guess was wrong
+    # as if the guess was wrong
     check_product(2048, count, width, num_out, dtype, expected=256)
 
 
@@ -274,7 +274,7 @@ def test_all_tiles(tile: Any, splits: int) -> None:
 def test_chosen_tunings_fit(width: int, num_out: int) -> None:
     for expected in (0, 1, 32, 64, 256, 2048, 16384):
         tuning = places.choose_tuning(expected, num_out, width, torch.bfloat16)
-        # what is under way fits into a processor's shared memory
+        # loads in flight fit into a multiprocessor's shared memory
         num_bytes = 2 * (tuning.block_m + tuning.block_n) * tuning.block_k * tuning.num_stages
         assert num_bytes <= 227 * 1024
         assert tuning.splits == 1 or width >= tuning.splits * tuning.block_k
@@ -304,7 +304,7 @@ def check_scores(
     torch.testing.assert_close(score[:count], truth, rtol=1e-4, atol=1e-4)
     if predictor is not None:
         truth = predictor.double()(given)[0, :, 0].float()
-    # the units of 16 bits are rounded, as the model's own are
+    # 16-bit units are rounded, like the model's own
     atol = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(wish[:count], truth, rtol=1e-3, atol=atol)
     assert score[count:].isnan().all()
@@ -330,7 +330,7 @@ def test_many_scores(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> No
 
 
 class Step:
-    """Chunks of one token, then longer and empty ones, padding in between and behind."""
+    """Chunks of one token, then longer and empty ones, with padding in between and after."""
 
     def __init__(
         self, most: int, num_alone: int, sizes: list[int], *, padding: int = 0, rows: int = 40
@@ -358,7 +358,7 @@ class Step:
 def check_packing(
     step: Step, num_alone: int, *, gate_kind: str, first_tokens: int, exits: bool, bias: float
 ) -> int:
-    """The number of kept tokens."""
+    """Returns the number of kept tokens."""
     most, num_real = step.row.shape[0], step.num_real
     wish, score = make(most) + bias, make(most)
     wish[num_real:], score[num_real:] = 5.0, NAN
@@ -426,7 +426,7 @@ def test_packing(gate_kind: str, first_tokens: int, exits: bool) -> None:
 
 def test_an_unknown_gate_is_not_taken_for_another() -> None:
     options = {"gate_kind": "soft", "first_tokens": 0, "exits": False}
-    # the interpreter and the compiler each wrap it in an error of their own
+    # the interpreter and the compiler each wrap it in their own error
     with pytest.raises(Exception, match=r"static_assert|AssertionError"):
         check_packing(Step(60, 6, [17, 0, 9, 1, 20, 0]), 6, bias=0.0, **options)
 
@@ -438,7 +438,7 @@ def test_packing_by_several_programs(
 ) -> None:
     monkeypatch.setattr(places, "BLOCK_PACKED", block)
     monkeypatch.setattr(places, "BLOCK_COUNTED", 16)
-    # chunks that begin where a program does, or behind the last token
+    # chunks that begin where a program does, or past the last token
     step = Step(64 + padding, 11, [5, 16, 0, 8, 1, 23, 0, 0], padding=padding)
     for bias, num_alone in ((0.0, 11), (0.0, 4), (50.0, 40), (-50.0, 11)):
         options = {"gate_kind": "raw", "first_tokens": 1, "exits": False}
@@ -464,7 +464,7 @@ def test_packing_many(most: int) -> None:
 
 
 def check_step(step: Step, width: int, num_layers: int, num_rows: int, dtype: torch.dtype) -> None:
-    """How a step begins and how it ends."""
+    """Check `begin_step` and `end_step`."""
     most, num_real, vocabulary = step.row.shape[0], step.num_real, 50
     given = torch.randint(-1, vocabulary, (most,), device=DEVICE)
     newest = torch.randint(vocabulary, (num_rows,), device=DEVICE)
@@ -525,7 +525,7 @@ def test_large_step(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_a_captured_block_follows_the_count() -> None:
-    """What is captured once does the work of another count when it is replayed."""
+    """A captured launch handles another count when it is replayed."""
     num_places, width, hidden = 512, 256, 1024
     x, weight = make(num_places, width, dtype=HALF), make(hidden, width, dtype=HALF, scale=0.06)
     norm, count = torch.ones(width, device=DEVICE), integers([8])

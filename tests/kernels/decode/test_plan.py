@@ -1,4 +1,4 @@
-"""Matrices are cut into tiles that fit a program. Mistakes in a plan: see `test_decode`."""
+"""Matrices are divided into tiles that fit a program. Invalid plans: see `test_step`."""
 
 import pytest
 import torch
@@ -27,5 +27,5 @@ def test_tiles_are_powers_of_two_and_not_too_large(
     assert cut.columns >= 16
     assert 2 * cut.rows * cut.columns <= max(tile, 512)
     assert 0 <= cut.padded - width < cut.columns
-    # a tile that holds more than a program's rows has half of them at least
+    # a tile is never twice as tall as a program's rows
     assert cut.step < 2 * max(2, -(-num_rows // num_programs))

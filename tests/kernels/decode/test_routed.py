@@ -23,10 +23,10 @@ routed = pytest.importorskip("depthmix.kernels.decode.routed")
 pytestmark = pytest.mark.slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# products go round once and twice; a GPU has time for two rounds everywhere
+# rows for one and for two rounds of the products; a GPU has time for two everywhere
 FEW, MORE = (19 if torch.cuda.is_available() else 5), 19
 PAGE, MOST, LONGEST = 4, 12, 48
-# what a step leaves as it is, or resets itself
+# buffers that a step leaves unchanged, or resets itself
 LASTING = ("arrivals", "ones", "order", "route_of_layer", "newest")
 
 
@@ -41,7 +41,7 @@ def make(name: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> 
 
 
 class Bench:
-    """Some sequences that stand at different places, with a cache that is partly filled."""
+    """Some sequences at different positions, with a partly filled cache."""
 
     def __init__(self, model: Transformer, num_rows: int) -> None:
         config, dtype = model.config, model.embedding.weight.dtype
@@ -119,7 +119,7 @@ def make_blocks(
 
 
 def poison(blocks: Any) -> None:
-    """Leave nothing that a step may build on, but for the counters that it resets itself."""
+    """Overwrite all state that a step must not rely on; keep the counters that it resets."""
     for owner in (blocks, blocks.few):
         for name, value in vars(owner).items():
             if isinstance(value, Tensor) and name not in LASTING:
@@ -133,7 +133,7 @@ def check(
     tunings: Mapping[str, Any] | None = None,
     tolerance: float = 2e-4,
 ) -> int:
-    """Compare every routed layer; the number of rows that were kept in all of them."""
+    """Compare every routed layer; return the number of rows kept in all of them."""
     bench, config = Bench(model, num_rows), model.config
     blocks = make_blocks(model, bench, selector, tunings)
     present = bench.present >= 0
@@ -165,7 +165,7 @@ def check(
         stops = kept.int().cumsum(0)
         assert firsts[route].tolist() == [0, *stops.tolist()]
         torch.testing.assert_close(x, truth[0], rtol=tolerance, atol=tolerance)
-        # lengths grow when the step ends
+        # lengths are updated when the step ends
         ours = bench.copy_cache()
         assert torch.equal(ours[2], before[2])
         grown = torch.zeros_like(lengths)
@@ -195,7 +195,7 @@ def check(
 def test_rows_that_are_kept(
     name: str, selector: str, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Light weights multiply all rows while it is decided, heavy ones those that are kept."""
+    """Small weights multiply all rows during the decision, large ones only kept rows."""
     if weights == "heavy":
         monkeypatch.setattr(blocks_module, "LIGHT_BYTES", 0)
     assert check(make(name), selector) > 1
@@ -250,19 +250,19 @@ def set_bias(model: Transformer, bias: float) -> None:
 @pytest.mark.parametrize("weights", ["light", "heavy"])
 def test_nobody_and_everybody(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if weights == "heavy":
-        # of so many rows all are multiplied first
+        # with this many rows, all are multiplied first
         monkeypatch.setattr(blocks_module, "LIGHT_BYTES", 0)
     model = make("mod")
     for bias, expected in ((-50.0, 0), (50.0, (MORE - 1) * 2)):
         set_bias(model, bias)
-        # more than sixteen rows: products go round twice
+        # more than sixteen rows: products take two rounds
         assert check(model, "predictor", MORE) == expected
 
 
 @pytest.mark.parametrize("name", ["mod", "early_exit"])
 def test_a_share_of_more_than_sixteen_rows(name: str) -> None:
-    """Which products of many rows compute, also in a step without prompts."""
-    # of early exit the second block asks only who was kept by the first
+    """Computed by many-row products, even in a step without prompts."""
+    # with early exit, the second block considers only tokens kept by the first
     model = make(name, num_layers=2, **{"routing.capacity": 0.9})
     assert round(0.9 * MORE) > blocks_module.FEW_PLACES
     assert check(model, "predictor", MORE) > 1
@@ -339,6 +339,6 @@ def test_real_widths_in_float32(name: str, num_rows: int) -> None:
 @pytest.mark.parametrize("num_rows", [7, 64, 250])
 def test_real_widths_in_bf16(num_rows: int) -> None:
     model = make("mod", dtype=torch.bfloat16, **REAL)
-    # nobody is near a tie, where rounding decides
+    # no token is near a tie, where rounding would decide
     set_bias(model, 50.0)
     assert check(model, "predictor", num_rows, tolerance=8e-2) == 2 * (num_rows - 1)

@@ -1,8 +1,8 @@
 """The decoding kernel equals the model's full pass; without a GPU it runs in Triton's interpreter.
 
 There a launch is one program, so its barriers pass at once. On a GPU the same tests run with as
-many programs as fit. The interpreter takes tenths of a second for a block, so every case has few of
-them, and few tokens over small pages.
+many programs as fit. The interpreter takes tenths of a second per block, so every case has few
+blocks, and few tokens over small pages.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ def stack(tensors: list[Tensor]) -> Tensor:
 
 
 def stack_weights(model: Transformer) -> Any:
-    """The model's tensors as the kernel takes them."""
+    """The model's tensors in the form the kernel takes."""
     blocks: list[Any] = [x.block if isinstance(x, MixtureOfDepths) else x for x in model.layers]
     routed: list[Any] = [
         layer.decider for layer in model.layers if isinstance(layer, MixtureOfDepths)
@@ -85,7 +85,7 @@ def join_in(mlp: MLP) -> Tensor:
 
 
 class Session:
-    """A sequence and its pages, everything unwritten in them NaN."""
+    """A sequence and its pages, with NaN in everything unwritten."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Session:
         shape = (*shape, config.shape.head_width)
         self.keys = torch.full(shape, torch.nan, device=DEVICE, dtype=page_dtype)
         self.values = torch.full_like(self.keys, torch.nan)
-        # a row of a larger table, its pages in no order; a page that no block owns is left over
+        # a row of a larger table, its pages in random order; one page belongs to no block
         order = torch.randperm(shape[0])[1:].view(self.num_layers, max_pages)
         tables = torch.full((self.num_layers, 3, max_pages), 10**6, dtype=torch.int32)
         tables[:, 1] = order
@@ -177,7 +177,7 @@ def check(
 
 
 def check_pages(session: Session, lengths: list[int]) -> None:
-    """Exactly the stored tokens' slots were written."""
+    """Exactly the slots of stored tokens were written."""
     written = 0
     for layer, length in enumerate(lengths):
         for part in session.stored(layer):
@@ -193,7 +193,7 @@ def make(**overrides: Any) -> Transformer:
     model = make_model(make_config(**overrides), dtype=torch.float32)
     predictors = [m for m in model.modules() if isinstance(m, Predictor)]
     for number, predictor in enumerate(predictors):
-        # so far apart that another block's would decide otherwise
+        # so far apart that using another block's bias would change the decision
         predictor.w_out.bias.data.fill_(0.5 if number % 2 == 0 else -1.0)
     return model
 
@@ -220,7 +220,7 @@ def test_dense(overrides: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mlp_width", [70, 35], ids=["pairs", "no_pairs"])
 def test_weights_of_16_bits(dtype: torch.dtype, mlp_width: int) -> None:
-    """They are read two at a time, where a row has an even number of them."""
+    """They are read two at a time if rows have an even length."""
     sizes = {"width": 50, "mlp_width": mlp_width, "num_heads": 3, "num_kv_heads": 1}
     tuning = Session(make(**MOD).to(DEVICE), "predictor").step.tuning
     tuning = tuning._replace(tile=512, min_columns=32)
@@ -258,7 +258,7 @@ def test_mixture_of_depths(selector: str, gate: str) -> None:
 @pytest.mark.parametrize(
     ("selector", "overrides"),
     [
-        # blocks that follow each other take three; a forced token also skips what is done ahead
+        # consecutive routed blocks need three; a forced token also skips the work done ahead
         ("predictor", {"num_layers": 3, "routing.every": 1}),
         ("router", {"num_layers": 3, "routing.every": 1, "routing.first_dense": 1}),
         ("predictor", {"num_layers": 3, "routing.first_tokens": 2}),
@@ -282,10 +282,10 @@ def test_tiles_and_splits_that_divide_nothing(overrides: dict[str, Any]) -> None
     model = make(**overrides, width=50, mlp_width=35, vocab_size=41, num_heads=3, num_kv_heads=1)
     selector = "predictor" if model.config.routed_layers else None
     tuning = Session(model.to(DEVICE), selector).step.tuning
-    # on a GPU a program has one row, and a tile as wide as all its columns unless it is small
+    # on a GPU a program has one row, and its tile spans all columns unless it is small
     tile = 1024 if DEVICE == "cpu" else 32
     tuning = tuning._replace(tile=tile, min_columns=32, chunk=2, max_splits=4)
-    # two tokens a part: the last of three parts has one
+    # two tokens per part: the last of three parts has one
     session = check(model, selector, num_tokens=5, tuning=tuning)
     plan = session.step.plan
     for cut in (plan.qkv, plan.attn_out, plan.mlp_in, plan.mlp_out, plan.head):
@@ -300,10 +300,10 @@ def test_pages_of_16_bits(dtype: torch.dtype) -> None:
     wide, narrow = Session(model, None), Session(model, None, page_dtype=dtype)
     assert narrow.step.plan.heads.pack == 2
     truth, ours = wide.decode(tokens)[0], narrow.decode(tokens)[0]
-    # keys and values are rounded, and nothing else
+    # only keys and values are rounded
     assert ((ours - truth).norm() / truth.norm()).item() < 4e-3
     for whole, rounded in zip(wide.stored(0), narrow.stored(0), strict=True):
-        # the interpreter cuts off where a GPU rounds
+        # the interpreter truncates where a GPU rounds
         torch.testing.assert_close(rounded.float(), whole, rtol=2**-7, atol=1e-6)
 
 

@@ -1,8 +1,8 @@
-"""One token for each of some sequences, in shapes that never change: recorded once, replayed.
+"""Batched one-token decoding in fixed shapes: recorded once, then replayed.
 
-On a GPU the step is a CUDA graph, and the token that it finds is the next one's input, so that the
-host neither launches kernels nor is asked anything. Elsewhere the same step runs as it is, which
-is how it is tested. Knows nothing of requests or of sampling, beyond the best token.
+On a GPU the step is a CUDA graph whose best token is the input of the next step, so the host
+neither launches kernels nor synchronizes. Elsewhere the same step runs eagerly, which is how it is
+tested. Knows nothing of requests, nor of sampling beyond the best token.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from depthmix.nn.transformer import Hidden
 
 
 class Outputs(NamedTuple):
-    """What a step leaves on the device; the next one writes over it."""
+    """A step's results on the device; the next step overwrites them."""
 
     logits: Float[Tensor, "B V"]
     told: Int[Tensor, "lines B"]
-    """For the host, in one piece: the best token, then for each routed block who went through it,
-    under decoupled routing then who was stored, and last for each block with experts how many of
-    them computed a token."""
+    """For the host, in one tensor: the best token, then for each routed block whether the token
+    went through it, then under decoupled routing whether it was stored, and finally for each block
+    with experts how many of them computed it."""
 
 
 class StaticLayer:
-    """One layer's pages in such a step."""
+    """One layer's pages in a recorded step."""
 
     compact = False
     most: int | None = None
@@ -48,7 +48,7 @@ class StaticLayer:
         place: Place,
         source: Place,
     ) -> Float[Tensor, "B T N H"]:
-        """Store and attend, each token in its own row of the cache."""
+        """Store and attend, with each token in its own row of the cache."""
         return attend_pages(
             query[0],
             key[0],
@@ -69,7 +69,7 @@ class StaticLayer:
 
 
 class RecordedStep:
-    """A decoding step for up to `batch` rows of a cache; tokens wait on the device."""
+    """A decoding step for up to `batch` rows of a cache; its tokens stay on the device."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class RecordedStep:
         self.model, self.selector, self.cache, self.batch = model, selector, cache, batch
         device = cache.tables.device
         self.inputs = torch.zeros((4, batch), device=device, dtype=torch.long)
-        """Tokens, their positions, their rows in the cache, and a number for each that is real."""
+        """Tokens, their positions, their cache rows, and their index (-1 for an empty place)."""
         self.inputs[3] = -1
         self.tokens, self.positions, self.rows, self.present = self.inputs
         self.layers = [StaticLayer(cache, i, self.rows) for i in range(cache.num_layers)]
@@ -95,7 +95,7 @@ class RecordedStep:
         return self.positions[None]
 
     def send(self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> None:
-        """Set the next step's input; places that are left over are empty."""
+        """Set the next step's input; remaining places are empty."""
         rest = self.batch - len(tokens)
         numbers = [*range(len(tokens)), *[-1] * rest]
         values = [[*v, *[0] * rest] for v in (tokens, positions, rows)]
@@ -106,7 +106,7 @@ class RecordedStep:
 
     @torch.no_grad()
     def run(self) -> Outputs:
-        """One step; on a GPU the results are there when the device gets to them."""
+        """Run one step; on a GPU this is asynchronous."""
         if not self.inputs.is_cuda:
             return self._step()
         if self.graph is None:
@@ -125,7 +125,7 @@ class RecordedStep:
         )
         logits_BV = self.model.head(hidden.hidden[0])
         outputs = Outputs(logits_BV, self._tell(hidden, logits_BV.argmax(dim=1)))
-        # where nobody says otherwise, the best token is what comes next
+        # unless `send` overrides it, the best token is the next input
         self.tokens.copy_(outputs.told[0])
         self.positions.add_(1)
         return outputs
@@ -139,20 +139,20 @@ class RecordedStep:
         for layer, routing in zip(expert_layers, hidden.expert_routings, strict=True):
             pairs_K = routing.kept[0].sum(dim=1)
             if layer in routed:
-                # places back to tokens
+                # map places back to tokens
                 slot_B = routed[layer].slot[0]
                 pairs_K = torch.where(slot_B >= 0, pairs_K[slot_B.clamp(min=0)], 0)
             lines.append(pairs_K.long())
-        # a few kernels for all blocks, not two for each
+        # a few kernels for all blocks instead of two per block
         taken = (torch.stack(slots) >= 0).long().unbind() if slots else ()
         return torch.stack([best, *taken, *lines])
 
     def _record(self) -> None:
-        """Capture the step; what runs before changes nothing that anybody reads."""
+        """Capture the step; warm-up runs leave no visible change."""
         inputs, lengths = self.inputs.clone(), self.cache.lengths.clone()
 
         def restore() -> None:
-            # each time the same place, which the first real step writes again
+            # every run writes the same cache slot, which the first real step overwrites
             self.inputs.copy_(inputs)
             self.cache.lengths.copy_(lengths)
 

@@ -1,7 +1,7 @@
-"""Drawing tokens in shapes that never change, so that a GPU needs one launch for it.
+"""Draw tokens in fixed shapes, so that a GPU needs a single launch.
 
-`sampling.sample` is some fifty small kernels, and starting them takes a host longer than decoding a
-token takes the GPU. Knows nothing of requests.
+`sampling.sample` is about fifty small kernels, and launching them takes the host longer than the
+GPU needs to decode a token. Knows nothing of requests.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from depthmix.kernels.recording import record_graph
 
 
 class TorchDrawer:
-    """Draws for any number of rows. `record` keeps a step for each size, as a graph on a GPU."""
+    """Draws for any number of rows. `record` keeps one step per size, as a graph on a GPU."""
 
     def __init__(self, vocab_size: int, device: torch.device, *, record: bool) -> None:
         self.vocab_size, self.device, self.record = vocab_size, device, record
@@ -29,10 +29,10 @@ class TorchDrawer:
         steps: Sequence[int],
         seen: Sequence[Bool[Tensor, " V"] | None],
     ) -> tuple[list[int], list[float]]:
-        """Each row's token and its log-probability; see `Settings` and `sample`."""
+        """Return each row's token and its log-probability; see `Settings` and `sample`."""
         filtered = any(wish.filters for wish in params)
         penalized = any(marks is not None for marks in seen)
-        # in few sizes, where they are kept
+        # rounded up to powers of two if steps are kept, so that there are few sizes
         size = 1 << (len(logits) - 1).bit_length() if self.record else len(logits)
         kind = (size, filtered, penalized)
         step = self.steps.get(kind)
@@ -45,7 +45,7 @@ class TorchDrawer:
 
 
 class DrawStep:
-    """`sample` for up to `num_rows` rows; on a GPU it is recorded at its first call."""
+    """`sample` for up to `num_rows` rows; on a GPU it is recorded at the first call."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class DrawStep:
         filtered: bool,
         penalized: bool,
     ) -> None:
-        """`filtered` as in `sample`; `penalized` where a row may have a repetition penalty."""
+        """`filtered` as in `sample`; `penalized` if a row may have a repetition penalty."""
         self.filtered = filtered
         self.logits = torch.zeros((num_rows, vocab_size), device=device)
         self.seen = torch.zeros_like(self.logits, dtype=torch.bool) if penalized else None
@@ -73,17 +73,17 @@ class DrawStep:
         steps: Sequence[int],
         seen: Sequence[Bool[Tensor, " V"] | None],
     ) -> tuple[list[int], list[float]]:
-        """Tokens and their log-probabilities; rows that are left over draw what nobody reads."""
+        """Return tokens and their log-probabilities; draws of spare rows are discarded."""
         count = len(logits)
         self.logits[:count].copy_(torch.stack(list(logits)))
         for row, marks in enumerate(seen):
-            # without a penalty it does not matter what is marked
+            # rows without a penalty ignore the mask
             if marks is not None:
                 assert self.seen is not None
                 self.seen[row].copy_(marks)
         packed = pack_settings(params, seeds, steps)
         for static, new in zip((self.shares, self.counts), packed, strict=True):
-            # from pinned memory the host need not wait
+            # with pinned memory the host need not wait
             new = new.pin_memory() if static.is_cuda else new
             static[:, :count].copy_(new, non_blocking=True)
         if not self.logits.is_cuda:
@@ -100,5 +100,5 @@ class DrawStep:
     def _draw(self) -> Float[Tensor, "2 B"]:
         settings = unpack_settings(self.shares, self.counts)
         drawn = sample(self.logits, settings, self.seen, filtered=self.filtered)
-        # in one piece: an id of 2^53 and a float32 are both exact in float64
+        # one tensor: ids up to 2^53 and float32 values are both exact in float64
         return torch.stack([drawn.token.double(), drawn.logprob.double()])

@@ -1,7 +1,7 @@
-"""A model's weights and rules, laid out for kernels that know all of it.
+"""A model's weights and rules, laid out for whole-model kernels.
 
-Owns how weights are stacked, once for a model: whatever engines there are share the stacks, and the
-model's own parameters are views of them. Knows nothing of the kernels' inside.
+Owns how weights are stacked, once per model: all engines share the stacks, and the model's own
+parameters are views of them. Knows nothing of the kernels' internals.
 """
 
 import operator
@@ -23,7 +23,7 @@ class Stacks:
 
     def __init__(self, model: Transformer) -> None:
         self.weights = stack_weights(model)
-        # where each parameter hangs: walking through a model takes milliseconds
+        # where each parameter is attached, since walking through a model takes milliseconds
         hooks = [
             (module._parameters, name, parameter)
             for module in model.modules()
@@ -35,7 +35,7 @@ class Stacks:
 
     def are_current(self) -> bool:
         """Whether no parameter was moved or replaced."""
-        # every request asks, so all of it runs inside the interpreter
+        # called for every request, so the loop runs in C (`map` over builtins)
         found = map(dict.get, self._owners, self._names)
         if not all(map(operator.is_, found, self._parameters)):
             return False
@@ -49,7 +49,7 @@ _STACKED: "WeakKeyDictionary[Transformer, Stacks]" = WeakKeyDictionary()
 
 
 def find_stacks(model: Transformer) -> Stacks:
-    """The model's stacked weights; stacked if they are not yet, or no longer."""
+    """Return the model's stacked weights, stacking them if that is not done or out of date."""
     stacks = _STACKED.get(model)
     if stacks is None or not stacks.are_current():
         stacks = _STACKED[model] = Stacks(model)
@@ -57,7 +57,7 @@ def find_stacks(model: Transformer) -> Stacks:
 
 
 def stack_weights(model: Transformer) -> Weights:
-    """The model's tensors stacked by layer; its own become views of them, so nothing is twice."""
+    """Stack the model's tensors by layer; its parameters become views, so there is no copy."""
     blocks = [_find_block(layer) for layer in model.layers]
     routed = [layer.decider for layer in model.layers if isinstance(layer, MixtureOfDepths)]
     attentions, mlps = [block.attention for block in blocks], [_find_mlp(block) for block in blocks]
@@ -80,7 +80,7 @@ def stack_weights(model: Transformer) -> Weights:
         norm_query=_stack_some([[q] for q in queries]),
         norm_key=_stack_some([[k] for k in keys]),
         qkv_bias=_stack_some([row for row in biases if None not in row]),
-        # a row of one score, and a bias of one number
+        # a weight with a single output row, and a bias of one number
         router=_squeeze(_stack_some([[d.router.weight] for d in routed])),
         predictor_in=_stack_some([[p.w_in.weight] for p in predictors]),
         predictor_out=_squeeze(_stack_some([[p.w_out.weight] for p in predictors])),
@@ -89,7 +89,7 @@ def stack_weights(model: Transformer) -> Weights:
 
 
 def make_rules(config: ModelConfig, selector: str | None) -> Rules:
-    """What the tensors do not say."""
+    """Collect the rules that the tensors do not determine."""
     routing = config.routing
     return Rules(
         num_heads=config.num_heads,
@@ -104,7 +104,7 @@ def make_rules(config: ModelConfig, selector: str | None) -> Rules:
 
 
 def _stack(parameters: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Each layer's tensors below each other; the parameters become views of the whole."""
+    """Concatenate each layer's tensors and stack the layers; parameters become views of it."""
     whole = torch.stack([torch.cat([p.detach() for p in row]) for row in parameters])
     for layer, row in zip(whole, parameters, strict=True):
         parts = layer.split([p.shape[0] for p in row])

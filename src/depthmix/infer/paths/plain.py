@@ -1,8 +1,8 @@
-"""Steps by the model's own forward pass: any number of sequences, each at its own place.
+"""Steps by the model's own forward pass: any number of sequences, each at its own position.
 
-The tokens of a step stand one after the other in a single row, as packed documents do, so that is
-all there is. Recorded, tokens that are written one at a time go through a step of their own. Where
-kernels know the whole model, `fused` has another runner. Knows nothing of requests.
+A step's tokens are concatenated into a single row, like packed documents, so no padding is needed.
+With `record`, sequences that decode one token go through a recorded step of their own. For models
+that the kernels support as a whole, see the runner in `fused`. Knows nothing of requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from depthmix.kernels import HAS_TRITON
 from depthmix.nn import Transformer
 from depthmix.nn.transformer import Hidden
 
-# what kernels that know a whole model take into account, or need not: how it was trained
+# fields that whole-model kernels support, or may ignore because they only concern training
 KNOWN_FIELDS = {
     *("vocab_size", "max_seq_len", "num_layers", "width", "num_heads", "num_kv_heads"),
     *("head_width", "mlp_width", "mlp", "qk_norm", "qkv_bias", "tied_head", "norm_eps"),
@@ -49,14 +49,14 @@ class Work(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What became of a chunk."""
+    """The result of a chunk."""
 
     logits: Float[Tensor, " V"] | None
-    """Of its last token, where that is asked for."""
+    """Of its last token, if requested."""
     best: int | None
-    """The most probable next token, where it is known already."""
+    """The most probable next token, if already known."""
     stored: list[int]
-    """How many tokens each layer stored."""
+    """Number of tokens stored by each layer."""
     used: Usage
     paths: list[tuple[bool, ...]]
     """For each token, which routed blocks it went through."""
@@ -77,7 +77,7 @@ class Runner:
         record: bool,
         apart: bool = False,
     ) -> None:
-        """`record` keeps decoding steps as recorded ones; `apart` computes one chunk at a time."""
+        """`record` records and replays decoding steps; `apart` computes one chunk at a time."""
         config, weight = model.config, model.embedding.weight
         self.model, self.selector, self.pages = model, selector, pages
         self.device, self.record, self.apart = weight.device, record, apart
@@ -85,17 +85,17 @@ class Runner:
         self.routed_layers, self.num_routed = config.routed_layers, len(config.routed_layers)
         self.with_experts = set(config.expert_layers)
         self.num_dense_experts = len(self.with_experts.difference(self.routed_layers))
-        # where a recorded step's report begins to say what was stored
+        # the line of a recorded step's report at which the stored tokens begin
         self.kept_line = 1 + (self.num_routed if config.routing.kv_capacity is not None else 0)
         self.steps: dict[int, RecordedStep] = {}
         """By batch size."""
         self._used = np.zeros((pages.num_rows, len(Usage._fields)), dtype=np.int64)
         self.drawer = TorchDrawer(config.vocab_size, weight.device, record=record)
-        # what the device's own input and lengths are, so that only news is sent
+        # what input and lengths the device already holds, so that only changes are sent
         self._waiting: tuple[int, list[int], list[int], list[int]] | None = None
 
     def launch(self, plan: Plan, tracks: Sequence[Track]) -> Ready:
-        """Compute these chunks and draw what follows, at once."""
+        """Compute these chunks and draw the next tokens, synchronously."""
         works = [
             Work(chunk, track.tokens[chunk.start : chunk.start + chunk.count])
             for chunk, track in zip(plan, tracks, strict=True)
@@ -116,19 +116,19 @@ class Runner:
         )
 
     def take_usage(self, row: int) -> Usage:
-        """What was computed in this row since the last time it was asked."""
+        """Return what was computed in this row since the last call, and reset it."""
         used, self._used[row] = Usage(*self._used[row].tolist()), 0
         return used
 
     def warm_up(self, progress: Callable[[int, int], None] | None) -> float:
-        """There is nothing to do ahead."""
+        """Nothing to prepare."""
         return 0.0
 
     def forget(self) -> None:
-        """What is not known is sent again anyway."""
+        """Nothing to do: after a failure the input is sent again anyway."""
 
     def check_weights(self) -> None:
-        """They are read where they are."""
+        """Nothing to check: the weights are read in place."""
 
     def mark_seen(self, tokens: Sequence[int], params: SamplingParams) -> Bool[Tensor, " V"] | None:
         if params.repetition_penalty == 1:
@@ -138,11 +138,11 @@ class Runner:
         return seen.to(self.device)
 
     def run(self, works: Sequence[Work]) -> list[Done]:
-        """Compute these chunks, together."""
+        """Compute these chunks together."""
         self.cache.follow(self.pages.drain_changes())
         if not self.record:
             return self._run_prompts(works)
-        # also tokens that are computed again, so that they come out the same to the last bit
+        # includes recomputed tokens, which must come out bitwise equal
         single = [work for work in works if work.chunk.count == 1]
         rest = [work for work in works if work.chunk.count > 1]
         done: dict[int, Done] = {}
@@ -153,10 +153,10 @@ class Runner:
         return [done[work.chunk.key] for work in works]
 
     def _draw(self, asked: Sequence[tuple[Track, Done]]) -> list[tuple[int, float, Top | None]]:
-        """The next token of each of these, its log-probability, and the most probable ones."""
+        """Draw the next tokens; return each with its log-probability and the most probable ones."""
         tracks, done = [track for track, _ in asked], [d for _, d in asked]
         if all(track.params.is_plain for track in tracks):
-            # nothing to draw, and nothing to tell but the token
+            # nothing to draw, and nothing to report but the token
             return [(token, 0.0, None) for token in _find_best(done)]
         logits = _list_logits(done)
         most = max(track.params.logprobs or 0 for track in tracks)
@@ -204,7 +204,7 @@ class Runner:
         ]
 
     def _decode(self, works: Sequence[Work]) -> list[Done]:
-        """One token of each sequence, in a recorded step."""
+        """Decode one token per sequence in a recorded step."""
         size = min(1 << (len(works) - 1).bit_length(), self.pages.num_rows)
         step = self.steps.get(size)
         if step is None:
@@ -212,7 +212,7 @@ class Runner:
             self.steps[size] = step
         tokens = [work.tokens[0] for work in works]
         positions, rows = [w.chunk.start for w in works], [w.chunk.row for w in works]
-        # if this step fails, nobody knows what the device holds
+        # if this step fails, the device's state is unknown
         waiting, self._waiting = self._waiting, None
         if waiting is None or waiting[2:] != (positions, rows):
             self.cache.send_lengths()
@@ -221,20 +221,20 @@ class Runner:
         outputs = step.run()
         told = outputs.told.tolist()
         self._waiting = (size, told[0][: len(works)], [p + 1 for p in positions], rows)
-        # a copy: the next recorded step, which may come before anybody samples, writes over them
+        # a copy: the next recorded step may overwrite them before they are sampled from
         logits = outputs.logits.clone().unbind()
-        # the step may have room for more
+        # not strict: the step may have spare rows
         parts = zip(works, logits, zip(*told, strict=True), strict=False)
         return [self._tell(*part) for part in parts]
 
     def _tell(self, work: Work, logits: Tensor, column: Sequence[int]) -> Done:
-        """What the device reported about one token."""
+        """Decode the device's report on one token."""
         chunk, num_routed = work.chunk, self.num_routed
         lengths = self.pages.lengths[chunk.row].tolist()
         taken, kept = column[1 : 1 + num_routed], column[self.kept_line :][:num_routed]
         stored = [1] * self.cache.num_layers
         num_dense = self.cache.num_layers - num_routed
-        # a query sees what was there and its own key; where nobody is sent by, all is there
+        # a query sees the stored keys and its own; dense blocks have stored every token
         num_pairs = num_dense * chunk.start
         num_expert_visits = self.num_dense_experts
         for layer, runs, keeps in zip(self.routed_layers, taken, kept, strict=True):
@@ -260,12 +260,12 @@ class Runner:
         return add_uses(uses, self.routed_layers, self.with_experts, num_expert_pairs)
 
     def _count_expert_pairs(self, step: StepCache, hidden: Hidden) -> list[int]:
-        """By span: (token, expert) pairs that were computed."""
+        """Count the (token, expert) pairs computed for each span."""
         found, routings = [0] * len(step.spans), iter(hidden.expert_routings)
         for layer in self.model.config.expert_layers:
             uses = step.layers[layer].uses
             if not any(use.num_stored for use in uses):
-                # nobody entered this block
+                # no token entered this block
                 continue
             counts = next(routings).kept[0].sum(dim=1).cpu()
             parts = counts.split([use.num_queries for use in uses])
@@ -274,7 +274,7 @@ class Runner:
 
 
 def find_obstacle(model: Transformer) -> str | None:
-    """Why no kernels know this model, or None where they do."""
+    """Say why no kernels support this model; None if they do."""
     config, weight = model.config, model.embedding.weight
     if weight.device.type != "cuda" or not HAS_TRITON:
         return "it is not on a CUDA device with Triton"
@@ -282,22 +282,22 @@ def find_obstacle(model: Transformer) -> str | None:
 
 
 def find_shape_obstacle(config: ModelConfig, dtype: torch.dtype) -> str | None:
-    """The same, as far as the model itself goes."""
+    """The same, considering only the model and not its device."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its weights are {dtype}"
     if config.expert_layers:
         return "its blocks have experts"
-    # a field that is added to models is unknown to kernels until it is named there
+    # a field added to models counts as unsupported until KNOWN_FIELDS names it
     default = fields.flatten(ModelConfig().to_dict())
     for name, value in fields.flatten(config.to_dict()).items():
         is_known = name in KNOWN_FIELDS or name.startswith("experts.")
         if not is_known and value != default[name]:
-            return f"kernels know nothing of its {name} = {value}"
+            return f"kernels do not support its {name} = {value}"
     return None
 
 
 def _find_best(done: Sequence[Done]) -> list[int]:
-    """The most probable tokens; a recorded step found them itself."""
+    """Return the most probable tokens; recorded steps have already found them."""
     known = [d.best for d in done if d.best is not None]
     if len(known) == len(done):
         return known

@@ -1,6 +1,6 @@
-"""Attention of `decode`: one token of one sequence over its pages, shared out between programs.
+"""Attention for `step`: one token of one sequence over its pages, divided among programs.
 
-Owns how heads and contexts are cut up. Knows nothing of blocks and of their order.
+Owns how heads and contexts are split. Knows nothing of blocks and their order.
 """
 
 from typing import NamedTuple
@@ -19,22 +19,22 @@ class Heads(NamedTuple):
     width: int
     page_size: int
     chunk: int
-    """Tokens that are attended to at a time, a power of two."""
+    """Tokens read at a time, a power of two."""
     max_splits: int
-    """Parts of the context that may be attended to side by side, a power of two."""
+    """Most parts of the context that are processed in parallel, a power of two."""
     num_programs: int
     group: int
-    """Query heads of a key/value head."""
+    """Query heads per key/value head."""
     pack: int
-    """As `stages.Cut.pack`, of the pages."""
+    """As `stages.Cut.pack`, for the pages."""
 
 
 @jit
 def _turn(head, phase, norm, layer, eps, width: tl.constexpr):
-    """The head that begins at this pointer: normalised where the model does, and rotated."""
+    """Load the head at this pointer, normalise it if the model does, and rotate it."""
     half: tl.constexpr = width // 2
     lane = tl.arange(0, width)
-    # the other one of each pair (x_i, x_{i + H/2}), see `reference.rotate_heads`
+    # the other element of each pair (x_i, x_{i + H/2}), see `reference.rotate_heads`
     other = lane ^ half
     here = tl.load(head + lane, cache_modifier=".cg")
     there = tl.load(head + other, cache_modifier=".cg")
@@ -50,8 +50,8 @@ def _turn(head, phase, norm, layer, eps, width: tl.constexpr):
 
 @jit
 def _split_context(num_tokens, heads: tl.constexpr):
-    """Number of parts of the context, none of them empty, and the tokens of each."""
-    # whole groups of eight, or of a chunk that has fewer
+    """Return the number of parts of the context, none of them empty, and the tokens of each."""
+    # a multiple of eight tokens, or of the chunk if that is smaller
     unit = 8 if heads.chunk > 8 else heads.chunk
     span = tl.cdiv(tl.cdiv(num_tokens, heads.max_splits), unit) * unit
     return tl.cdiv(num_tokens, span), span
@@ -59,21 +59,21 @@ def _split_context(num_tokens, heads: tl.constexpr):
 
 @jit
 def _find_pages(table, start, end, heads: tl.constexpr):
-    """The pages of the chunk of tokens from `start` on, up to `end`."""
+    """Load the pages of the chunk of tokens from `start` on, up to `end`."""
     token_S = start + tl.arange(0, heads.chunk)
     return tl.load(table + token_S // heads.page_size, mask=token_S < end, other=0)
 
 
 @jit
 def _find_slot(page, token, head, heads: tl.constexpr):
-    """Where a head's key and value of a token stand, counted in heads."""
+    """Offset of a token's key and value for a head, in units of heads."""
     first = (page.to(tl.int64) * heads.num_kv_heads + head) * heads.page_size
     return first + token % heads.page_size
 
 
 @jit
 def _load_chunk(key_pages, value_pages, page_S, start, end, head, heads: tl.constexpr):
-    """A head's stored keys and values of the chunk of tokens from `start` on, up to `end`."""
+    """Load a head's stored keys and values for the chunk of tokens from `start` up to `end`."""
     token_S = start + tl.arange(0, heads.chunk)
     stored_S = token_S < end
     slot_S = _find_slot(page_S, token_S, head, heads)
@@ -88,7 +88,7 @@ def _load_chunk(key_pages, value_pages, page_S, start, end, head, heads: tl.cons
 
 @jit
 def load_nothing(pages, heads: tl.constexpr):
-    """What stands in for a chunk of keys or values before there is one."""
+    """A placeholder for a chunk of keys or values that is not loaded yet."""
     chunk: tl.constexpr = heads.chunk
     size: tl.constexpr = heads.width // heads.pack
     if heads.pack == 2:
@@ -100,7 +100,7 @@ def load_nothing(pages, heads: tl.constexpr):
 
 @jit
 def find_context(table, length, wanted, heads: tl.constexpr):
-    """What this program will attend to first, where it is wanted: its pages, tokens and head."""
+    """Find this program's first work item, if `wanted`: its pages, tokens and head."""
     num_splits, span = _split_context(length + 1, heads)
     program = tl.program_id(0)
     head = tl.minimum(program // num_splits, heads.num_heads - 1) // heads.group
@@ -111,7 +111,7 @@ def find_context(table, length, wanted, heads: tl.constexpr):
 
 @jit
 def load_context(key_pages, value_pages, context, heads: tl.constexpr):
-    """The keys and values that `find_context` found."""
+    """Load the keys and values located by `find_context`."""
     page_S, start, end, head = context
     return _load_chunk(key_pages, value_pages, page_S, start, end, head, heads)
 
@@ -139,9 +139,9 @@ def attend(
 ):
     """Store the token's key and value, and mix the values of all tokens up to it.
 
-    A piece of work is a query head and a part of the context; `key_SH` and `value_SH` are the first
-    ones of this program's first piece. Whoever finishes a head's last part joins them all. Heads
-    that share keys and values read them from the second-level cache, but for the first.
+    A work item is a query head and a part of the context; `key_SH` and `value_SH` are the first
+    chunk of this program's first item. The program that finishes a head's last part combines them.
+    Heads that share keys and values read them from the L2 cache, except for the first such head.
     """
     chunk: tl.constexpr = heads.chunk
     width: tl.constexpr = heads.width
@@ -161,9 +161,10 @@ def attend(
         query_low, query_high = halve(query_H, width, pack)
         new_low, new_high = halve(new_value_H, width, pack)
 
-        # Each place in a chunk is a softmax of its own, so that threads meet only at the end. The
-        # first one begins with the newest token, whose page somebody is writing; the largest score
-        # of the others is below all others, but finite, or one without a token would be nan.
+        # Each place in a chunk keeps its own softmax, so that threads synchronize only at the end.
+        # The first place starts with the newest token, whose page is still being written; the
+        # others start from a maximum below any score, but finite: -inf would give NaN without
+        # tokens.
         last = split == num_splits - 1
         newest_S = (tl.arange(0, chunk) == 0) & last
         top_S = tl.where(newest_S, tl.sum(query_H * new_key_H), -1e30)
@@ -223,13 +224,13 @@ def attend(
             if tl.atomic_add(arrivals + query, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                 tl.debug_barrier()
                 _join_parts(query, num_splits, mixed, part_top, part_sum, part_out, heads)
-                # nobody counts this head before the next block
+                # this head is not counted again before the next block
                 tl.store(arrivals + query, 0)
 
 
 @jit
 def _join_parts(query, num_splits, mixed, part_top, part_sum, part_out, heads: tl.constexpr):
-    """One query head's attention over the whole context from those over its parts."""
+    """Combine one query head's attention over the parts of the context."""
     split = tl.arange(0, heads.max_splits)
     lane = tl.arange(0, heads.width)
     there = split < num_splits

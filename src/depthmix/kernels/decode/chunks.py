@@ -1,12 +1,12 @@
 """Keys and values of a packed step: rotated, stored in pages, and attended to.
 
-A packed step has tokens of several sequences, one after the other, cut into chunks: a chunk has
-consecutive tokens of one sequence. A block keeps some of them, which stand in places, in order.
-Here each kept token's queries and keys are turned, its keys and values are stored behind those of
-its row, and its queries look at all of them up to its own. How many are kept and whose they are is
-read on the device, so that a launch can be captured and replayed. Owns how a chunk is cut into
-blocks of queries. Knows nothing of models or of who keeps what, and leaves `lengths` alone: they
-say what was stored before the step, until a later kernel adds what it stored.
+A packed step concatenates tokens of several sequences, divided into chunks: a chunk has
+consecutive tokens of one sequence. A block keeps some of them, which occupy places, in order.
+Here each kept token's queries and keys are rotated, its keys and values are appended to its row,
+and its queries attend to all of them up to its own. Which tokens are kept, and how many, is read
+on the device, so that a launch can be captured and replayed. Owns how a chunk is divided into
+blocks of queries. Knows nothing of models or of routing decisions, and does not change `lengths`:
+they count what was stored before the step, until a later kernel adds the new tokens.
 """
 
 import math
@@ -22,29 +22,29 @@ from depthmix.kernels import paged_triton
 from depthmix.kernels.compiling import INTERPRETED, jit
 from depthmix.kernels.decode.plan import SHARED_BYTES, find_room, pick_size
 
-# elements of half the heads of a program that rotates: 8 for each thread of 4 warps, which is one
-# load of 16 bytes in bf16
+# elements in one half of the heads that a program rotates: 8 per thread of 4 warps, which is one
+# 16-byte load in bf16
 BLOCK_ROTATED = 1024
-# chunks among which a program finds its own
+# number of chunks that a program searches for its own, as compiled sizes
 BLOCKS_CHUNKS = (32, 256)
-# programs that are enough for every multiprocessor of an H200 to have about one
+# about one program per multiprocessor of an H200
 PROGRAMS = 128
 
 
 class ChunkTuning(NamedTuple):
-    """How attention is cut up; results differ by rounding only."""
+    """How attention is divided; this changes results by rounding only."""
 
     block_m: int
-    """Queries of a program, a power of two from 16 on."""
+    """Queries per program, a power of two, at least 16."""
     block_n: int
-    """Keys that are looked at at a time, a power of two from 16 on."""
+    """Keys per iteration, a power of two, at least 16."""
     num_warps: int
     num_stages: int
-    """At 3 keys and values are fetched one block ahead and the numbers of their pages two, at 5
-    two and four; 4 does as 3. At 2 the numbers of pages are waited for."""
+    """At 3, keys and values are prefetched one block ahead and their page numbers two; at 5, two
+    and four; 4 acts like 3. At 2, the loop waits for page numbers."""
     split: bool = False
-    """Whether blocks of keys that everybody sees have a loop of their own. If not, one loop asks
-    for each block whether it must be masked: that starts only once and takes fewer registers."""
+    """Whether blocks of keys visible to all queries get their own loop. If not, one loop checks for
+    each block whether to mask it: that has a single prologue and takes fewer registers."""
 
 
 @jit(do_not_specialize=["count", "row", "position", "chunk", "first", "lengths"])
@@ -78,9 +78,9 @@ def _rotate_and_store(
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
 ):
-    """Some heads of one place; a thread has both halves of what is turned together."""
+    """Some heads of one place; a thread holds both elements of each rotated pair."""
     place = tl.program_id(0).to(tl.int64)
-    # volatile, or it would be read after the number of places; beyond that it is any token
+    # volatile, so that it is not loaded after the count; past the count it may be any token
     token = tl.load(index + place, volatile=True)
     if place >= tl.load(count):
         return
@@ -101,7 +101,7 @@ def _rotate_and_store(
     turn = phase_table + tl.load(position + token) * (2 * half) + lane
     cos = tl.load(turn, mask=here, other=0.0)[None, :]
     sin = tl.load(turn + half, mask=here, other=0.0)[None, :]
-    # rounded wherever torch would round
+    # rounds wherever torch would round
     dtype = qkv.dtype.element_ty
     if bias is not None:
         low += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
@@ -121,7 +121,7 @@ def _rotate_and_store(
         turned_high = high * invert * tl.where(is_query, of_query, of_key)
         turned_low = turned_low.to(dtype).to(tl.float32)
         turned_high = turned_high.to(dtype).to(tl.float32)
-    # values are not turned
+    # values are not rotated
     is_turned = (head < num_turned)[:, None]
     low = tl.where(is_turned, turned_low * cos - turned_high * sin, low)
     high = tl.where(is_turned, turned_high * cos + turned_low * sin, high)
@@ -146,7 +146,7 @@ def _rotate_and_store(
 
 @jit
 def _load_heads(pages, at, column, head_width: tl.constexpr, block_width: tl.constexpr):
-    """A head's keys, or values, that begin at `at`; columns beyond its width are zero."""
+    """Load a head's keys, or values, starting at `at`; columns past its width are zero."""
     where = pages + (at[:, None] + column[None, :])
     if head_width == block_width:
         loaded = tl.load(where)
@@ -159,7 +159,7 @@ def _load_heads(pages, at, column, head_width: tl.constexpr, block_width: tl.con
 def _multiply(a, b, sums):
     """a · b + sums."""
     if INTERPRETED:
-        # which multiplies bf16 as integers
+        # the interpreter multiplies bf16 as integers
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, sums, input_precision="ieee")
 
@@ -185,17 +185,17 @@ def _attend_slots(
     block_n: tl.constexpr,
     block_width: tl.constexpr,
 ):
-    """A block of queries over the slots from start to stop: what it has seen, brought up to date.
+    """Attend from a block of queries to slots start .. stop - 1; return the updated softmax state.
 
-    `kind` is `seen` where every query sees whole blocks, `masked` where it does not, and `mixed`
-    where the blocks before `full` are seen and the others masked.
+    `kind` is `seen` if every query sees whole blocks, `masked` if not, and `mixed` if the blocks
+    before `full` are seen and the others masked.
     """
     column = tl.arange(0, block_width)
     for begin in range(start, stop, block_n):
         slot = begin + tl.arange(0, block_n)
         real = slot
         if kind != "seen":
-            # those beyond the last are it once more, and weigh nothing: loads need no mask
+            # slots past the last repeat it with zero weight, so loads need no mask
             real = tl.minimum(slot, stop - 1)
         page = tl.load(pages + real // page_size).to(tl.int64)
         at = page * page_page + real % page_size * head_width
@@ -203,7 +203,7 @@ def _attend_slots(
         score = _multiply(q, tl.trans(k), None)
         if kind == "masked" or (kind == "mixed" and begin >= full):
             score = tl.where(slot[None, :] <= last_seen[:, None], score, float("-inf"))
-        # never -inf: the first block has slot 0, which everybody sees
+        # never -inf: the first block has slot 0, which every query sees
         new_top = tl.maximum(top, tl.max(score, axis=1) * scale)
         share = tl.exp2(score * scale - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -241,7 +241,7 @@ def _attend_chunks(
     block_width: tl.constexpr,
     split: tl.constexpr,
 ):
-    """One head of a block of queries of one chunk; `scale` counts in powers of two."""
+    """One head of a block of queries of one chunk; `scale` is for base-2 exponentials."""
     head = tl.program_id(0)
     chunk = tl.arange(0, block_chunks)
     there = chunk < num_chunks
@@ -249,7 +249,7 @@ def _attend_chunks(
     sizes = tl.load(first + chunk + 1, mask=there, other=0) - starts
     rows = tl.load(chunk_row + chunk, mask=there, other=-1)
     blocks = tl.where(rows >= 0, (sizes + block_m - 1) // block_m, 0)
-    # from the last block on: in a chunk it has the most to look at, and what is long starts early
+    # start with the last block: it sees the most keys of its chunk, and long work starts early
     block = -1 - tl.program_id(1) + tl.sum(blocks, axis=0)
     if block < 0:
         return
@@ -278,7 +278,7 @@ def _attend_chunks(
     weight = tl.zeros((block_m,), tl.float32)
     sums = tl.zeros((block_m, block_width), tl.float32)
     last_seen = length + number
-    # the block's first query sees this many, and so do all the others
+    # the first query of the block, and so every other, sees these blocks of keys in full
     full = (length + begin + 1) // block_n * block_n
     stop = length + tl.minimum(begin + block_m, size)
     if split:
@@ -349,14 +349,13 @@ def rotate_and_store(
     num_heads: int,
     given: Float[Tensor, "T width"] | None = None,
 ) -> None:
-    """Turn the queries of the first `count` places in `qkv`; store their keys and values in pages.
+    """Rotate the queries of the first `count` places in `qkv`; store keys and values in pages.
 
-    A place's heads are those of queries, of keys and of values; with `given`, they are read from
-    there, where they stand by token. `index` is the token of a place,
-    `row` its row of the cache (-1: nothing is done), `chunk` its chunk, and `first` the place of a
-    chunk's first token: a key goes to as many slots behind the `lengths` of its row as its place
-    is behind that. Before that the bias is added to all, and the norms are applied to queries and
-    keys, where they are given.
+    A place holds query heads, then key heads, then value heads; with `given`, they are read from
+    there instead, indexed by token. `index` is the token of a place, `row` its cache row (-1: the
+    token is skipped), `chunk` its chunk, and `first` the place of a chunk's first token: a key is
+    stored at its row's `lengths` plus the distance of its place from that. First, if given, the
+    bias is added to all heads, and the norms are applied to queries and keys.
     """
     num_places = qkv.shape[0]
     num_groups, head_width, page_size = key_pages.shape[0], key_pages.shape[3], key_pages.shape[2]
@@ -423,10 +422,10 @@ def attend_chunks(
 ) -> None:
     """Causal attention for the chunks from `first_chunk` on, after `rotate_and_store`.
 
-    A chunk's queries stand in places `first[c]` up to `first[c + 1]`, and see what its row stored
-    before the step and of its own tokens those up to theirs. `out` is written in those places
-    alone. `max_places` is the most that these chunks can have together, `expected` how many they
-    have most of the time; a chunk whose row is -1 has none.
+    A chunk's queries occupy places `first[c]` up to `first[c + 1]`, and see what its row stored
+    before the step, and the chunk's own tokens up to theirs. `out` is written in those places
+    only. `max_places` is the most that these chunks can have together, `expected` the usual
+    number; a chunk whose row is -1 has none.
     """
     num_chunks = chunk_row.shape[0] - first_chunk
     num_groups, head_width, page_size = key_pages.shape[0], key_pages.shape[3], key_pages.shape[2]
@@ -441,9 +440,9 @@ def attend_chunks(
         num_places = max_places if expected is None else expected
         room = find_room(qkv.device)
         tuning = choose_tuning(key_pages.dtype, head_width, num_heads, num_places, room)
-    # a chunk may leave one block that is not full, but no block is empty
+    # each chunk may have one partial block, but no block is empty
     num_blocks = min(triton.cdiv(max_places, tuning.block_m) + num_chunks, max_places)
-    # heads come first, so that what is long starts early in all of them
+    # heads vary fastest, so that long blocks start early in all of them
     _attend_chunks[(num_heads, num_blocks)](
         qkv,
         out,
@@ -466,7 +465,7 @@ def attend_chunks(
         pick_size(num_chunks, BLOCKS_CHUNKS),
         tuning.block_m,
         tuning.block_n,
-        # a matrix product takes no less than 16
+        # a matrix product needs at least 16 columns
         max(16, triton.next_power_of_2(head_width)),
         tuning.split,
         num_warps=tuning.num_warps,
@@ -490,9 +489,9 @@ def attend_tokens(
 ) -> None:
     """Attention for the first `num_places` places, each alone in its row, after `rotate_and_store`.
 
-    `place_row` is -1 for a place without such a query, of which `out` stays as it is: a chunk's
-    query may stand there. `busy` is how many have one most of the time; with `count` none stands
-    behind so many.
+    `place_row` is -1 for a place without such a query, where `out` is left unchanged, since the
+    place may hold a chunk's query. `busy` is how many places usually have a query; with `count`,
+    no place from `count` on has one.
     """
     head_width = key_pages.shape[3]
     check_pages(qkv, key_pages, value_pages, num_heads)
@@ -518,14 +517,14 @@ def attend_tokens(
 def choose_tuning(
     dtype: torch.dtype, head_width: int, num_heads: int, num_places: int, room: int = SHARED_BYTES
 ) -> ChunkTuning:
-    """What was fastest on an H200 for so many queries (benchmarks/chunks.py).
+    """Return the fastest tuning on an H200 for this many queries (benchmarks/chunks.py).
 
-    `room` are the bytes of shared memory that a program can have.
+    `room` is the shared memory available to a program, in bytes.
     """
     narrow = dtype in (torch.bfloat16, torch.float16)
-    # as large as leaves work for everybody: a block reads all keys, whatever its size
+    # as large as keeps all multiprocessors busy: a block reads all keys, whatever its size
     block_m = 128 if narrow else 32
-    # in two sizes, because each is compiled
+    # only two sizes, because each is compiled
     if num_places * num_heads < PROGRAMS * block_m:
         block_m = 64 if narrow else 16
     if not narrow:
@@ -533,7 +532,7 @@ def choose_tuning(
         block_n, num_warps = 16 if head_width > 128 else 32, 8 if block_m == 32 else 4
         return ChunkTuning(block_m, block_n, num_warps, num_stages=2)
     num_warps = 8 if block_m == 128 else 4
-    # more stages than blocks that fit: the page table takes two turns of the loop
+    # more stages than blocks in shared memory: loading via the page table takes two iterations
     tunings = [ChunkTuning(block_m, 64, num_warps, 5), ChunkTuning(block_m, 64, num_warps, 3)]
     if block_m == 128:
         tunings.insert(0, ChunkTuning(block_m, 128, num_warps, 5))
@@ -553,5 +552,5 @@ def check_pages(qkv: Tensor, key_pages: Tensor, value_pages: Tensor, num_heads: 
     assert num_heads % num_groups == 0
     assert qkv.stride(1) == 1
     assert key_pages.stride() == value_pages.stride()
-    # a page's tokens of one head lie side by side
+    # a page's tokens are contiguous for each head
     assert key_pages.stride()[2:] == (head_width, 1)

@@ -1,11 +1,11 @@
-"""How a step draws its tokens on the device: penalty, temperature, filters, noise, log-probability.
+"""Sampling on the device: penalty, temperature, filters, noise, log-probability.
 
-Owns what drawing keeps of every cache row, and three kernels that share out a row's vocabulary
-between programs and never sort. They follow `infer.sampling.sample` token by token. What is far
-below the best token can neither win nor weigh, so the rest is cut into narrow bins; where a filter
-ends is then known up to one bin. Whoever would win without filters is looked for beside, in float32
-and exactly only among those that are close: mostly a filter keeps it, and the row is done.
-Knows nothing of requests, of caches and of models.
+Owns the sampling state of every cache row, and three kernels that divide a row's vocabulary among
+programs and never sort. They draw the same tokens as `infer.sampling.sample`. Tokens far below the
+best one can neither win nor carry mass, so the rest is put into narrow bins, which locate a
+filter's cutoff up to one bin. The winner without filters is found at the same time, in float32, and
+exactly only among close candidates: usually the filters keep it, and the row is done.
+Knows nothing of requests, caches and models.
 """
 
 import torch
@@ -17,41 +17,41 @@ from torch import Tensor
 from depthmix.kernels.compiling import jit
 from depthmix.kernels.decode.stages import LOWEST_RANK, find_ranked
 
-# tokens at a time; sums of log-probabilities are cut here and nowhere else, whatever the parts
+# tokens at a time; sums for log-probabilities are split only here, whatever the number of parts
 BLOCK = tl.constexpr(1024)
 # Noise lies between -3.7 and 36.8, so a token 41 below the best one can never win, and from 29 on
-# its mass is 0. 4096 bins of 1/96 end at 42.7: what lies beyond may be left out of everything.
+# its mass is 0. 4096 bins of 1/96 end at 42.7: tokens past that can be ignored altogether.
 BINS = tl.constexpr(4096)
 BINS_EACH = tl.constexpr(96.0)
-# Of two chances whose ratio is nearer to 1 than this, float32 does not know the larger one: each is
-# wrong by less than 3e-5 of itself (see `_find_chance`).
+# If the ratio of two chances is nearer to 1 than this, float32 cannot tell which is larger: their
+# relative errors are below 3e-5 (see `_find_chance`).
 CLOSE = tl.constexpr(1 - 2.0**-12)
-# below the chance of everybody who has one: exp(-42.7) / 36.8
+# below the chance of any token that has one: exp(-42.7) / 36.8
 _LEAST_CHANCE = tl.constexpr(1e-30)
-# tokens at the edge of a filter that are written down; of more, the whole row is read again
+# most tokens at a filter's edge that are listed; with more, the whole row is read again
 MOST_LISTED = tl.constexpr(4096)
-# int64 numbers of a row that `_weigh` tells `_sift`
+# int64 numbers per row that `_weigh` passes to `_sift`
 PLAN = tl.constexpr(8)
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
-# a lower temperature parts no two scores more than this one does, and would have no inverse
+# a lower temperature separates no two scores further than this one, and has no finite inverse
 _COLDEST = tl.constexpr(1e-300)
 _NO_ID = tl.constexpr(2**31 - 1)
-# 2^52: adding it to a smaller float64 rounds that to a whole number, half to even
+# 2^52: adding it to a smaller float64 rounds that to an integer, half to even
 _ROUNDER = tl.constexpr(2.0**52)
 _ROUNDER_BITS = tl.constexpr(0x4330000000000000)
-# SplitMix64's constants, as int64 has them
+# SplitMix64's constants, as int64 represents them
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
 _SECOND = tl.constexpr(0x94D049BB133111EB - 2**64)
-# 1.5 * 2^52: adding it leaves a whole number, negative ones too, in the lowest bits
+# 1.5 * 2^52: adding it leaves an integer, even a negative one, in the lowest bits
 _WHOLE = tl.constexpr(1.5 * 2.0**52)
 
 
 @jit
 def _mix(x):
     """SplitMix64's step."""
-    # `>>` alone repeats the sign bit
+    # `>>` alone replicates the sign bit
     x = x + _GOLDEN
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _FIRST
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _SECOND
@@ -60,13 +60,13 @@ def _mix(x):
 
 @jit
 def _draw_bits(key, token):
-    """The 52 random bits of tokens, above 12 others."""
+    """52 random bits per token, above 12 others."""
     return _mix((key + token.to(tl.int64)) * _GOLDEN)
 
 
 @jit
 def _draw_gumbel(key, token):
-    """Gumbel noise of tokens, float64."""
+    """Gumbel noise per token, float64."""
     bits = _draw_bits(key, token)
     uniform = (((bits >> 12) & ((1 << 52) - 1)).to(tl.float64) + 0.5) * (2.0**-52)
     return -tl.log(-tl.log(uniform))
@@ -74,11 +74,11 @@ def _draw_gumbel(key, token):
 
 @jit
 def _find_chance(key, token, shifted):
-    """exp(score + noise), in float32: who has the largest has the largest sum.
+    """exp(score + noise) in float32: the largest belongs to the largest sum.
 
-    That is exp(score) / -log(u), of which each factor is precise, so the quotient is: exp by 6e-6,
-    its argument being rounded at 43 or less; the logarithm by 2e-5, as long as nothing cancels.
-    Close to 1, u has lost in float32 what its logarithm is about, but 1 - u is known exactly.
+    This is exp(score) / -log(u), whose factors are both accurate: exp to 6e-6, since its argument
+    is rounded at magnitudes up to 43; the logarithm to 2e-5, as long as nothing cancels. Close to
+    1, u loses in float32 the digits that determine its logarithm, but 1 - u is known exactly.
     """
     bits = _draw_bits(key, token)
     is_upper = bits < 0
@@ -93,33 +93,33 @@ def _find_chance(key, token, shifted):
 
 @jit
 def _make_order(score):
-    """int32 in the order of the scores, of which none is NaN; both zeros are one."""
+    """Map scores, none of them NaN, to int32 in the same order; both zeros are equal."""
     bits = score.to(tl.int32, bitcast=True)
     bits = tl.where(score == 0.0, 0, bits)
-    # floats are in the order of their bits, but negative ones the other way round
+    # floats sort like their bits, except that negative ones are reversed
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @jit
 def _make_rank(order, token):
-    """A number that is larger for a higher score, and for a lower id of two that are equal."""
+    """A number that grows with the score; of equal scores, the lower id ranks higher."""
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 
 @jit
 def _find_score(rank):
-    """The score that a rank was made of."""
+    """Extract the score from a rank."""
     order = (rank >> 32).to(tl.int32)
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @jit
 def _load_scores(logits, seen, penalty, token, inside):
-    """Raw logits of these tokens, and their scores: penalised, and never NaN or +inf."""
+    """Load raw logits of these tokens, and their scores: penalised, and never NaN or +inf."""
     raw = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32)
     score = raw
     if seen is not None:  # noqa: SIM102 - known when the kernel is compiled, the other is not
-        # by 1 nothing changes, not even by rounding
+        # a penalty of 1 changes nothing, not even by rounding
         if penalty != 1.0:
             marked = tl.load(seen + token, mask=inside, other=0) != 0
             wide = raw.to(tl.float64)
@@ -131,27 +131,27 @@ def _load_scores(logits, seen, penalty, token, inside):
 
 @jit
 def _shift_scores(score, top, temperature):
-    """Log-probabilities less the best one's, float64."""
+    """Log-probabilities minus the best one, float64."""
     below = score.to(tl.float64) - top
-    # a division in three steps and without branches, rounded as the slow one is
+    # a branchless division in three steps, with the same rounding as the slow one
     inverse = 1.0 / temperature
     quotient = below * inverse
     better = tl.fma(tl.fma(-quotient, temperature, below), inverse, quotient)
-    # -inf leaves no remainder
+    # for -inf the correction is NaN
     return tl.where(better == better, better, quotient)
 
 
 @jit
 def _find_bin(shifted):
-    """The bin of a token, int32; `BINS` for those that are in none."""
+    """The bin of a token, int32; `BINS` for tokens in no bin."""
     return tl.minimum(shifted.to(tl.float32) * -BINS_EACH, BINS * 1.0).to(tl.int32)
 
 
 @jit
 def _take_power(shifted, doublings: tl.constexpr):
-    """exp(shifted) * 2^doublings of what is in a bin, float64; of others, anything.
+    """exp(shifted) * 2^doublings for tokens in a bin, float64; undefined for others.
 
-    What libdevice's exp does, step by step, but for its branches, which cost more than all else.
+    Follows libdevice's exp step by step, without its branches, which cost more than all the rest.
     """
     one = tl.full((), 1.0, tl.float64)
     power = tl.fma(
@@ -183,7 +183,7 @@ def _take_power(shifted, doublings: tl.constexpr):
 
 @jit
 def _find_mass(shifted):
-    """Probability by the best one's as a whole number, which adds up alike in any order."""
+    """Probability relative to the best token as an integer, whose sums do not depend on order."""
     rounded = _take_power(shifted, 40) + tl.full((), _ROUNDER, tl.float64)
     mass = rounded.to(tl.int64, bitcast=True) - _ROUNDER_BITS
     return tl.where(shifted > -40.0, mass, 0)
@@ -191,26 +191,26 @@ def _find_mass(shifted):
 
 @jit
 def _reach_share(shifted, min_p):
-    """Whether tokens are probable enough for min_p; of those in no bin, anything."""
+    """Whether tokens are probable enough for min_p; undefined for tokens in no bin."""
     return _take_power(shifted, 0) >= min_p
 
 
 @jit
 def _count(mask):
-    """How many are true."""
+    """Count the true elements."""
     return tl.sum(mask.to(tl.int32), axis=0)
 
 
 @jit
 def _find_best(value, token):
-    """The largest of many values and its token, the lowest id of equals."""
+    """The largest value and its token; ties go to the lowest id."""
     best = tl.max(value, axis=0)
     return best, tl.min(tl.where(value == best, token, _NO_ID), axis=0)
 
 
 @jit
 def _find_value(token, inside, logits, seen, penalty, top, temperature, key):
-    """Score and noise of single tokens, float64; -inf for those that are not there."""
+    """Score plus noise of single tokens, float64; -inf for tokens not `inside`."""
     _, score = _load_scores(logits, seen, penalty, token, inside)
     value = _shift_scores(score, top, temperature) + _draw_gumbel(key, token)
     return tl.where(inside, value, float("-inf"))
@@ -220,9 +220,9 @@ def _find_value(token, inside, logits, seen, penalty, top, temperature, key):
 def _keep_better(
     best, best_token, chance, token, logits, seen, penalty, top, temperature, key, vocab
 ):
-    """The best of a block and of the blocks before it, which have the lower ids.
+    """The best of a block and of the blocks before it, which have lower ids.
 
-    Its chance and its id; where nobody has any, 0 and an id that no token has.
+    Returns its chance and its id; if no token has a chance, 0 and an id that no token has.
     """
     block_best = tl.max(chance, axis=0)
     bound = tl.maximum(tl.maximum(best, block_best) * CLOSE, _LEAST_CHANCE)
@@ -233,7 +233,7 @@ def _keep_better(
             best = block_best
             best_token = first
         else:
-            # one after another, lowest id first
+            # compare exactly, one by one, lowest id first
             candidate = tl.where(best >= bound, best_token, first)
             chosen = candidate
             best_value = tl.full((), float("-inf"), tl.float64)
@@ -271,7 +271,7 @@ def _join_parts(
     vocab,
     parts: tl.constexpr,
 ):
-    """The best of what the programs of a row found, or an id that no token has."""
+    """The best token found by a row's programs, or an id that no token has."""
     part = tl.arange(0, parts)
     chance = tl.load(part_chance + part, cache_modifier=".cg")
     token = tl.load(part_token + part, cache_modifier=".cg")
@@ -294,7 +294,7 @@ def _join_parts(
 
 @jit
 def _share_blocks(part, vocab: tl.constexpr, parts: tl.constexpr):
-    """First and end of a program's blocks."""
+    """First and end of this program's blocks."""
     blocks: tl.constexpr = (vocab + BLOCK - 1) // BLOCK
     each: tl.constexpr = (blocks + parts - 1) // parts
     first = part * each
@@ -303,8 +303,8 @@ def _share_blocks(part, vocab: tl.constexpr, parts: tl.constexpr):
 
 @jit
 def _arrive_last(arrivals, place, parts: tl.constexpr):
-    """Whether all other programs of the row have stored what they found."""
-    # all threads have stored before the first one says so
+    """Whether all other programs of the row have stored their results."""
+    # all threads must have stored before the arrival is counted
     tl.debug_barrier()
     before = tl.atomic_add(arrivals + place, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
@@ -315,7 +315,7 @@ def _arrive_last(arrivals, place, parts: tl.constexpr):
 def _find_logprob(
     logits, block_top, block_sum, token, vocab: tl.constexpr, block_blocks: tl.constexpr
 ):
-    """Log-probability as the model itself has it; `logits` and the blocks' sums are a row's."""
+    """Log-probability under the model itself; `logits` and the blocks' sums are one row's."""
     blocks: tl.constexpr = (vocab + BLOCK - 1) // BLOCK
     number = tl.arange(0, block_blocks)
     tops = tl.load(block_top + number, mask=number < blocks, other=-_LARGEST)
@@ -329,7 +329,7 @@ def _find_logprob(
 def _finish(
     place, row, token, logprob, step, counts, tokens, seen, out_token, out_logprob, num_rows, vocab
 ):
-    """Tell the token, and keep what the row's next one needs."""
+    """Output the token, and update the state that the row's next token needs."""
     tl.store(out_token + place, token.to(tl.int64))
     tl.store(out_logprob + place, logprob)
     tl.store(tokens + row, token.to(tl.int64))
@@ -359,9 +359,9 @@ def _rank_tokens(
     block_blocks: tl.constexpr,
     plain: tl.constexpr,
 ):
-    """Of each block the best token, and the sum that log-probabilities need.
+    """Find each block's best token, and the sum that log-probabilities need.
 
-    `plain` wants the best token alone: whoever comes last tells it.
+    With `plain`, only the best token is needed, and the last program to finish outputs it.
     """
     blocks: tl.constexpr = (vocab + BLOCK - 1) // BLOCK
     part = tl.program_id(0)
@@ -388,11 +388,11 @@ def _rank_tokens(
         rank = tl.where(inside, _make_rank(_make_order(score), token), LOWEST_RANK)
         tl.store(block_rank + number, tl.max(rank, axis=0))
         if not plain:
-            # finite, or a block of -inf would be inf - inf
+            # kept finite, since a block of -inf would give inf - inf
             top = tl.maximum(tl.max(raw, axis=0), -_LARGEST)
             tl.store(block_top + place * blocks + number, top)
             tl.store(block_sum + place * blocks + number, tl.sum(tl.exp(raw - top), axis=0))
-    if plain:  # noqa: SIM102 - the same
+    if plain:  # noqa: SIM102 - as above
         if _arrive_last(arrivals, place, parts):
             every = tl.arange(0, block_blocks)
             ranks = tl.load(
@@ -446,11 +446,12 @@ def _weigh(
     parts: tl.constexpr,
     block_blocks: tl.constexpr,
 ):
-    """Draw where neither top_k nor top_p refuses the winner; else find the bins where they end.
+    """Draw if neither top_k nor top_p rejects the winner; else find the bins of their cutoffs.
 
-    A filter keeps all tokens before a certain one, highest score first and lowest id first of
-    equals. Bins before `low` are kept whole, those after `high` not at all. With both filters, what
-    top_p is a share of depends on where in its bin top_k ends, so there may be several between.
+    A filter keeps all tokens before its cutoff, in order of falling score and, among equals, rising
+    id. Bins before `low` are kept entirely, those after `high` not at all. With both filters, the
+    total that top_p refers to depends on top_k's cutoff inside its bin, so there may be several
+    bins in between.
     """
     blocks: tl.constexpr = (vocab + BLOCK - 1) // BLOCK
     part = tl.program_id(0)
@@ -474,7 +475,7 @@ def _weigh(
     block_sum += place * blocks
     plan += place * PLAN
     if (temperature == 0) | (top == float("-inf")):
-        # every filter keeps the best one
+        # every filter keeps the best token
         if part == 0:
             token = find_ranked(best_rank)
             logprob = _find_logprob(logits, block_top, block_sum, token, vocab, block_blocks)
@@ -505,8 +506,8 @@ def _weigh(
     part_mass += place * parts
     bin_count += place * BINS
     bin_mass += place * BINS
-    # If all tokens from a bin on, even if that were the whole vocabulary, weigh less than what
-    # top_p alone leaves out, it ends before them. A nat more is room for rounding.
+    # If all tokens from some bin on, even if that were the whole vocabulary, have less mass than
+    # top_p alone leaves out, its cutoff comes before them. One nat more allows for rounding.
     left_out = tl.maximum(((1 - top_p) / vocab).to(tl.float32), 1e-37)
     last_bin = tl.minimum((1.0 - tl.log(left_out)) * BINS_EACH, BINS - 1.0).to(tl.int32)
     last_bin = tl.where(has_k, BINS - 1, last_bin)
@@ -551,7 +552,7 @@ def _weigh(
         tl.store(part_mass + part, tl.sum(masses, axis=0))
     if _arrive_last(arrivals, place, parts):
         bin = tl.arange(0, BINS)
-        # asked for before anything is waited for
+        # issue these loads before anything waits
         with_count = bin < tl.where(has_k, BINS, 0)
         with_mass = bin < tl.where(has_p, BINS, 0)
         count = tl.load(bin_count + bin, mask=with_count, other=0, cache_modifier=".cg")
@@ -568,12 +569,12 @@ def _weigh(
             vocab,
             parts,
         )
-        # there always is one; said again, because a wrong id would write anywhere
+        # there always is a winner; checked again, because a wrong id would write out of bounds
         winner = tl.where(winner < vocab, winner, find_ranked(best_rank).to(tl.int32))
         logprob = _find_logprob(logits, block_top, block_sum, winner, vocab, block_blocks)
         is_open = tl.full((), 0, tl.int64)
         if has_k | has_p:
-            # clean for the next step
+            # reset for the next step
             tl.store(bin_count + bin, tl.zeros((BINS,), tl.int32), mask=with_count)
             tl.store(bin_mass + bin, tl.zeros((BINS,), tl.int64), mask=with_mass)
             every_part = tl.arange(0, parts)
@@ -584,7 +585,7 @@ def _weigh(
             )
             _, own_score = _load_scores(logits, own_seen, penalty, winner, winner < vocab)
             own_bin = _find_bin(_shift_scores(own_score, top, temperature))
-            # is the winner's whole bin kept? Of one filter that is soon known.
+            # Is the winner's whole bin kept? For a single filter this is quickly known.
             count_to = tl.sum(tl.where(bin <= own_bin, count, 0), axis=0)
             mass_to = tl.sum(tl.where(bin <= own_bin, mass, 0), axis=0)
             kept_k = (count_to < top_k) | (top_k <= 0) | (top_k >= vocab)
@@ -592,7 +593,7 @@ def _weigh(
             is_kept = kept_k & (kept_p | (top_p >= 1))
             if (has_k & has_p) | (is_kept == 0):
                 counts_to = tl.cumsum(count, axis=0).to(tl.int64)
-                # where it ends beyond all bins, it refuses nobody who matters
+                # a cutoff past all bins rejects no token that matters
                 edge = tl.sum((counts_to < top_k).to(tl.int32), axis=0)
                 edge = tl.where(has_k, edge, BINS)
                 count_before = tl.sum(tl.where(bin < edge, count, 0), axis=0)
@@ -641,9 +642,9 @@ def _weigh(
 
 @jit
 def _read_edge(logits, seen, penalty, listed, is_listed, first, length, top, temperature):
-    """Some of the tokens at the edge, or of all tokens where those were too many to be listed.
+    """Read some of the tokens at the edge, or of all tokens if there were too many to list.
 
-    Their ids, whether they are there, their scores as int32 and less the best one, their bins.
+    Returns their ids, whether they exist, their scores as int32 and relative to the best, and bins.
     """
     number = first + tl.arange(0, BLOCK)
     inside = number < length
@@ -670,9 +671,9 @@ def _weigh_kept(
     count_before,
     mass_before,
 ):
-    """The mass of the `top_k` best tokens, which end somewhere in bin `edge`."""
+    """The mass of the `top_k` best tokens, the last of which lies in bin `edge`."""
     wanted = top_k - count_before
-    # the order of the last one that is kept: between the bin's lowest and its highest
+    # bisect for the score of the last token kept, between the bin's lowest and its highest
     low = tl.full((), 2**31 - 1, tl.int64)
     high = tl.full((), -(2**31), tl.int64)
     for first in range(0, length, BLOCK):
@@ -709,7 +710,7 @@ def _weigh_kept(
         total += tl.sum(tl.where(higher, mass, 0), axis=0)
         same = there & (order.to(tl.int64) == low)
         last_mass = tl.maximum(last_mass, tl.max(tl.where(same, mass, 0), axis=0))
-    # equal tokens weigh the same, whichever of them are kept
+    # tokens with equal scores have equal mass, whichever of them are kept
     return total + (wanted - above) * last_mass
 
 
@@ -738,10 +739,10 @@ def _sift(
     parts: tl.constexpr,
     block_blocks: tl.constexpr,
 ):
-    """Draw among what top_k and top_p leave.
+    """Draw from the tokens that top_k and top_p keep.
 
-    The best of what is kept for certain wins unless one at the edge is better. Then it is asked
-    whether that one is kept. If not, nobody ranked below it is: the best of those above is next.
+    The best of the tokens certain to be kept wins, unless one at the edge is better. Then check
+    whether that one is kept. If not, no token ranked below it is: try the best of those above.
     """
     blocks: tl.constexpr = (vocab + BLOCK - 1) // BLOCK
     part = tl.program_id(0)
@@ -774,7 +775,7 @@ def _sift(
     temperature = tl.maximum(temperature, _COLDEST)
     key = _mix(_mix(seed) + step)
     both = (edge < BINS) & (top_p < 1)
-    # with both filters, what top_k keeps of its bin is to be weighed
+    # with both filters, the mass that top_k keeps of its bin is needed
     weighed_bin = tl.where(both, edge, high)
     sure = tl.full((), 0.0, tl.float32)
     sure_token = tl.full((), _NO_ID, tl.int32)
@@ -788,7 +789,7 @@ def _sift(
         shifted = _shift_scores(score, top, temperature)
         bin = _find_bin(shifted)
         inside = inside & (bin < BINS)
-        # many blocks have nobody who may be kept
+        # many blocks have no token that may be kept
         if _count(inside & (bin <= weighed_bin)) > 0:
             chance = tl.where(inside, _find_chance(key, token, shifted), 0.0)
             if min_p > 0:
@@ -922,10 +923,10 @@ def _sift(
                 kept = kept & ((mass_above.to(tl.float64) < limit) | (top_p >= 1))
                 winner = tl.where(kept, candidate, winner)
                 rival, next_candidate = _find_best(best, best_token)
-                # whoever is kept ends it
+                # a kept candidate ends the loop
                 rival = tl.where(kept, sure_value, rival)
                 candidate = tl.where(kept, candidate, next_candidate)
-        # the best token is always kept; said again, because a wrong id would write anywhere
+        # the best token is always kept; checked again, as a wrong id would write out of bounds
         winner = tl.where(winner < vocab, winner, find_ranked(best_rank).to(tl.int32))
         logprob = _find_logprob(
             logits,
@@ -954,7 +955,7 @@ def _sift(
 
 
 class DrawState:
-    """What drawing keeps of every cache row, on the device; made once for an engine."""
+    """The sampling state of every cache row, on the device; created once per engine."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device | str) -> None:
         if not 0 < vocab_size <= 2**22:
@@ -967,18 +968,18 @@ class DrawState:
         """temperature, top_p, min_p, penalty"""
         self.counts = torch.zeros(3, num_rows, device=device, dtype=torch.int64)
         """top_k, seed, step: the index of the new token in its sequence"""
-        # greedy without filters until somebody says otherwise
+        # greedy without filters by default
         self.shares[0] = 0
         self.shares[2] = 0
         self.tokens = torch.zeros(num_rows, device=device, dtype=torch.int64)
         """the newest token of each row"""
         self.seen: Tensor | None = None
-        """bool [rows, V]: tokens that the penalty is for; see `allocate_seen`"""
+        """bool [rows, V]: tokens to penalise; see `allocate_seen`"""
 
     def allocate_seen(self) -> Tensor:
-        """The marks of tokens that the penalty is for, made at the first call, all off.
+        """Return the mask of tokens to penalise; allocated at the first call, all false.
 
-        Penalties count from here on. What was captured before knows nothing of them.
+        Penalties take effect from then on. Graphs captured before ignore them.
         """
         if self.seen is None:
             shape = (self.num_rows, self.vocab_size)
@@ -987,10 +988,10 @@ class DrawState:
 
 
 class Drawer:
-    """Draws the tokens of steps of up to `max_places` places; made to be captured.
+    """Draws the tokens of steps of up to `max_places` places; suitable for capture.
 
-    It keeps no state between calls but counters that every call leaves at 0, so captures may share
-    it as long as they do not run at the same time.
+    It keeps no state between calls except counters that every call resets to 0, so captures may
+    share it as long as they do not run concurrently.
     """
 
     def __init__(self, state: DrawState, max_places: int) -> None:
@@ -1007,7 +1008,7 @@ class Drawer:
         )
         self.block_rank = make(self.num_blocks, dtype=torch.int64)
         self.block_top, self.block_sum = (make(self.num_blocks) for _ in range(2))
-        # of each place the best that is kept for certain, then the best at the edge
+        # for each place: the best token certain to be kept, then the best at the edge
         chances = torch.zeros(2 * most_parts, device=device)
         self.part_chance, self.part_token = chances, chances.to(torch.int32)
         self.part_mass = torch.zeros(most_parts, device=device, dtype=torch.int64)
@@ -1027,11 +1028,11 @@ class Drawer:
         plain: bool,
         filtered: bool = True,
     ) -> None:
-        """Draw a token for the cache row that each place names, and keep it in the state.
+        """Draw a token for each place's cache row, and store it in the state.
 
-        A place of row -1 gets token 0 and log-probability 0. No row is named twice. `plain` is the
-        short way where every row is greedy without a penalty and nobody wants log-probabilities,
-        which are 0 then. `filtered=False` leaves out a kernel where no row has top_k or top_p.
+        A place of row -1 gets token 0 and log-probability 0. No row may occur twice. `plain` is a
+        shortcut for steps in which every row is greedy, without penalty or log-probabilities, which
+        are then 0. `filtered=False` skips a kernel; use it if no row has top_k or top_p.
         """
         state, num_places = self.state, logits.shape[0]
         if num_places == 0:
@@ -1068,8 +1069,8 @@ class Drawer:
 
 
 def choose_parts(num_places: int, num_blocks: int) -> int:
-    """Programs that share out a row's blocks, a power of two; with few rows there are more.
+    """Number of programs per row, a power of two; with few rows there are more.
 
-    In two sizes, because each is compiled.
+    Only two sizes, because each is compiled.
     """
     return min(32 if num_places <= 16 else 8, triton.next_power_of_2(num_blocks))

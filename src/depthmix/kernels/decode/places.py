@@ -1,11 +1,11 @@
-"""The row kernels of a packed step: who is kept, norms, products and updates of those who are.
+"""The row kernels of a packed step: which tokens are kept, and their norms, products and updates.
 
-A packed step computes T tokens of several sequences, one after the other, cut into C chunks of
-consecutive tokens of one sequence. Inside a block some of them are kept, and these stand in places
-0 to count - 1, in order: `index` names the token of each place, and what it holds beyond the count
-means nothing. Owns what treats each token by itself. How many are kept is read on the device, so
-that a launch can be captured and replayed: programs beyond the count end at once. All tensors are
-contiguous. Knows nothing of attention, of pages and of models.
+A packed step computes T tokens of several sequences, concatenated, divided into C chunks of
+consecutive tokens of one sequence. A block keeps some of them, which occupy places 0 to count - 1,
+in order: `index` gives the token of each place, and is undefined past the count. Owns everything
+that treats tokens independently. The count is read on the device, so that a launch can be captured
+and replayed: programs past the count exit at once. All tensors are contiguous. Knows nothing of
+attention, pages and models.
 """
 
 import functools
@@ -23,52 +23,52 @@ from depthmix.kernels.compiling import jit
 from depthmix.kernels.decode.plan import pick_size
 from depthmix.kernels.decode.stages import ROUTER_EPS, apply_gate, gelu
 
-# programs of a kernel that goes through rows: about what an H200 holds at a time. More of them
-# would take time to start, even where there is nothing to do.
+# programs of a kernel that loops over rows: about as many as an H200 holds at a time. More would
+# take time to start, even with nothing to do.
 PROGRAMS = 2048
-# chunks that a program looks at
+# number of chunks that a program reads, as compiled sizes
 BLOCKS_CHUNKS = (128, 1024)
-# processors of an H200, and registers of one
+# multiprocessors of an H200, and registers of each
 PROCESSORS, REGISTERS = 132, 65536
-# columns of a program that activates
+# columns per program in `_activate`
 BLOCK_HIDDEN = 1024
-# tokens of a program that packs, and those before them that it counts at a time
+# tokens per program in `_pack`, and the preceding tokens that it counts at a time
 BLOCK_PACKED, BLOCK_COUNTED = 1024, 4096
 
 
 class PlaceTuning(NamedTuple):
-    """How `multiply_places` cuts up a product; results differ by rounding only."""
+    """How `multiply_places` divides a product; this changes results by rounding only."""
 
     block_m: int
-    """Places of a tile, a power of two and at least 16; 64 where a warp group multiplies."""
+    """Places of a tile, a power of two and at least 16; at least 64 for warp-group products."""
     block_n: int
     """Rows of weights of a tile, a power of two and at least 16."""
     block_k: int = 64
-    """Columns that are loaded at a time, a power of two and at least 16."""
+    """Columns loaded at a time, a power of two and at least 16."""
     num_warps: int = 4
     num_stages: int = 4
-    """Blocks of columns that are here or under way."""
+    """Blocks of columns present or in flight."""
     group: int = 8
-    """Row blocks that go through all weights together."""
+    """Row blocks that traverse all weights together."""
     splits: int = 1
-    """Parts that the columns of a tile are cut into, of which programs take equal numbers."""
+    """Parts into which a tile's columns are split; each program takes equally many parts."""
     programs: int = PROCESSORS
-    """As many as there is room for at a time."""
+    """As many as fit on the device at a time."""
 
 
 class TimedTile(NamedTuple):
-    """A tile that `choose_tuning` may take, and what it takes in microseconds."""
+    """A tile that `choose_tuning` may choose, and its costs in microseconds."""
 
     tuning: PlaceTuning
     start: float
     each: float
-    """A block of columns of a tile, where a program has a processor for itself."""
+    """A block of columns of a tile, if a program has a multiprocessor to itself."""
     together: float
-    """The same where two programs share one."""
+    """The same if two programs share one."""
     tile: float
-    """Beginning with a tile."""
+    """Starting a tile."""
     tell: float
-    """Telling others of a part's sum."""
+    """Publishing a part's sum."""
     join: float
     """Adding another part's sum."""
 
@@ -87,17 +87,17 @@ TILES = (
     TimedTile(PlaceTuning(128, 128, 64, 8, 6), -1.78, 0.324, 0.324, 6.44, 4.21, 0.91),
     TimedTile(PlaceTuning(128, 256, 64, 8, 4), -2.71, 0.609, 0.609, 8.49, 7.07, 1.19),
 )
-"""Tiles for numbers of 16 bits: the four of eight that together lose least on an H200, with times
-fitted to 124 measurements of each (`benchmarks/places.py --save`), 10 % off on average. What they
-choose is 1.8 % slower than the best of all 40 ways to do each of 25 products."""
+"""Tiles for 16-bit numbers: the best subset of four out of eight on an H200, with costs fitted to
+124 measurements each (`benchmarks/places.py --save`), 10 % off on average. The resulting choices
+are 1.8 % slower than the best of all 40 variants of each of 25 products."""
 TILE_FLOAT32 = PlaceTuning(64, 64, 32, 8, 2, programs=2 * PROCESSORS)
-"""The tile for numbers of 32 bits, which are multiplied in registers."""
+"""The tile for 32-bit numbers, which are multiplied in registers."""
 SPLITS = (1, 2, 3, 4)
 
 
 @jit
 def _find_token(index, place):
-    """The token of a place, which without an index is its number."""
+    """The token of a place; without an index, the place itself."""
     return tl.cast(place if index is None else tl.load(index + place), tl.int64)
 
 
@@ -114,7 +114,7 @@ def _normalize(
     keep: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One row after the other: norm x, or its sum with an update."""
+    """Normalize x row by row, or its sum with an update."""
     lane = tl.arange(0, block)
     inside = lane < width
     scale_D = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
@@ -142,7 +142,7 @@ def _activate(
     kind: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Parts of rows, those of one row side by side."""
+    """Process parts of rows; the parts of a row are adjacent."""
     num_items = tl.load(count) * parts
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         place = tl.cast(item // parts, tl.int64)
@@ -196,14 +196,14 @@ def _multiply(
     block_n: tl.constexpr,
     block_k: tl.constexpr,
 ):
-    """Tiles of source · weightᵀ, whose columns are cut into `splits` parts.
+    """Tiles of source · weightᵀ, whose columns are split into `splits` parts.
 
-    Parts are numbered without gaps: those of a tile first, then row blocks, so that neighbours read
-    the same weights. Every program has as many as any other, side by side. Who comes last of those
-    that share a tile adds their sums up, always in the same order. With `described`, the matrices
-    are tensor descriptors: a copy engine reads tiles, and zeros beyond the last row and column.
+    Parts are numbered consecutively: within a tile first, then over row blocks, so that neighbours
+    read the same weights. Programs get equally many consecutive parts. The last program to finish a
+    shared tile sums its parts, always in the same order. With `described`, the matrices are tensor
+    descriptors: a copy engine reads tiles, with zeros past the last row and column.
     """
-    # divisors that the launch does not see by itself: what they divide is read 16 bytes at a time
+    # divisors that the launch does not detect: their multiples are read 16 bytes at a time
     if unit < 16:
         width = width // unit * unit
     if unit_out < 16:
@@ -213,13 +213,13 @@ def _multiply(
     blocks_m = tl.cdiv(num_kept, block_m)
     blocks_n = tl.cdiv(num_out, block_n)
     blocks_k = tl.cdiv(width, block_k)
-    # blocks of columns of a part
+    # blocks of columns per part
     length = tl.cdiv(blocks_k, splits)
     num_parts = blocks_m * blocks_n * splits
     share = tl.cdiv(num_parts, tl.num_programs(0))
     begin = program * share
     end = tl.minimum(begin + share, num_parts)
-    # nothing is computed ahead of all tiles: there are not registers enough to hold it
+    # no loop-invariant code motion: there are not enough registers to hold the results
     for tile in tl.range(begin // splits, tl.cdiv(end, splits), disable_licm=True):
         first_m = tile // (group * blocks_n) * group
         each = tl.minimum(blocks_m - first_m, group)
@@ -231,14 +231,14 @@ def _multiply(
         stop = tl.minimum(tl.minimum(end - origin, splits) * length, blocks_k)
         total = tl.zeros((block_m, block_n), tl.float32)
         if described:
-            # rows beyond the last one have sums of their own, which nobody stores
+            # rows past the last have sums of their own, which are not stored
             for block in range(start, stop):
                 given = source.load([at_m, block * block_k])
                 matrix = weight.load([at_n, block * block_k])
                 total = tl.dot(given, matrix.T, total)
         else:
             lane = tl.arange(0, block_k)
-            # rows beyond the last are it once more, so that loads need no mask for them
+            # rows past the last repeat it, so that loads need no mask for them
             row = tl.minimum(at_m + tl.arange(0, block_m), num_kept - 1)
             rows = source + row.to(tl.int64)[:, None] * width + lane[None, :]
             row = tl.minimum(at_n + tl.arange(0, block_n), num_out - 1)
@@ -258,23 +258,23 @@ def _multiply(
         else:
             size: tl.constexpr = block_m * block_n
             within = tl.arange(0, block_m)[:, None] * block_n + tl.arange(0, block_n)[None, :]
-            # a program shares two tiles at most: one that others begin, and one that it begins
+            # a program shares at most two tiles: one begun by another, and one that it begins
             slot = program * 2 + (begin < origin).to(tl.int32)
-            # whole tiles: what is beyond the last row is a row, and masks take registers
+            # whole tiles: the buffer has room for rows past the last, and masks take registers
             tl.store(partial + slot * size + within, total)
             first = origin // share
             last = (origin + splits - 1) // share
-            # all threads have stored before the first one says so
+            # all threads must have stored before the arrival is counted
             tl.debug_barrier()
             if tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu") == last - first:
                 tl.debug_barrier()
                 slot = first * 2 + (first * share < origin).to(tl.int32)
-                # other programs wrote it: the first-level cache is not asked
+                # written by other programs: bypass the L1 cache
                 whole = tl.load(partial + slot * size + within, cache_modifier=".cg")
                 for other in range(first + 1, last + 1):
                     whole += tl.load(partial + other * 2 * size + within, cache_modifier=".cg")
                 tl.store(to, whole.to(out.dtype.element_ty), mask=real)
-                # as the next launch finds it
+                # reset for the next launch
                 tl.store(arrivals + first, 0)
 
 
@@ -295,7 +295,7 @@ def _score(
     block_units: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Both scores of some tokens, the predictor's from its units before their norm."""
+    """Both scores of some tokens; the predictor's from its units before normalization."""
     first_token = tl.program_id(0) * block_tokens
     num_real = tl.load(num_tokens)
     if first_token >= num_real:
@@ -334,7 +334,7 @@ def _score(
 
 @jit
 def _find_kept(wish, row, position, previous_slot, first_tokens, token, there):
-    """1 where a token is kept."""
+    """1 if a token is kept, else 0."""
     wanted = tl.load(wish + token, mask=there, other=0.0) > 0
     forced = tl.load(position + token, mask=there, other=0) < first_tokens
     kept = there & (wanted | forced) & (tl.load(row + token, mask=there, other=-1) >= 0)
@@ -380,10 +380,10 @@ def _pack(
     block_counted: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Places of some tokens, after all those that are kept before them.
+    """Assign places to some tokens, after all tokens kept before them.
 
-    Those are counted here once more: nobody waits for anybody, and to look at a few thousand
-    tokens takes less time than to hear from another program.
+    Each program counts those again: no program waits for another, and reading a few thousand
+    tokens takes less time than synchronizing with another program.
     """
     start = tl.program_id(0) * block
     last = tl.program_id(0) == tl.num_programs(0) - 1
@@ -404,12 +404,12 @@ def _pack(
     tl.store(slot + token, tl.where(is_kept, place, -1), mask=here)
     tl.store(taken + token, kept.to(tl.uint8), mask=here)
     tl.store(index + place, token, mask=is_kept)
-    # kept tokens before each one, for the chunks below
+    # number of kept tokens before each one, for the chunks below
     tl.store(before + token, place)
     scores = tl.load(score + token, mask=token < num_real, other=0.0)
     weight = tl.where(token < num_real, apply_gate(scores, gate_kind), 0.0)
     tl.store(gate + token, weight, mask=here)
-    # nobody, but for chunks of one token
+    # -1, except for chunks of one token, which are filled in below
     nobody = tl.full((block,), -1, tl.int32)
     tl.store(kept_row + place, nobody, mask=is_kept & (place < num_alone))
     if last:
@@ -421,7 +421,7 @@ def _pack(
     chunk = tl.arange(0, block_chunks)
     begins = tl.load(begin + chunk, mask=chunk <= num_chunks, other=-1)
     ends = tl.load(begin + chunk + 1, mask=chunk < num_chunks, other=-1)
-    # what begins behind the last token belongs to the last program
+    # chunks that begin past the last token belong to the last program
     mine = (begins >= start) & (begins < tl.where(last, num_real + 1, start + block))
     within = mine & (begins < start + block)
     reached = tl.load(before + begins, mask=within, other=0)
@@ -465,12 +465,12 @@ def _begin(
     block_layers: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A program has one chunk and every so manieth token."""
+    """Each program has one chunk, and tokens at a stride of the number of programs."""
     program = tl.program_id(0)
     for chunk in range(program, num_chunks, tl.num_programs(0)):
         home = tl.load(chunk_row + chunk)
         start = tl.load(begin + chunk)
-        # one that is empty, or nobody's, begins nothing
+        # a chunk that is empty or has no row starts no sequence
         size = tl.where(home >= 0, tl.load(begin + chunk + 1) - start, 0)
         past = tl.load(position + start, mask=size > 0, other=1)
         layer = tl.arange(0, block_layers)
@@ -500,7 +500,7 @@ def _end(
     num_rows,
     block: tl.constexpr,
 ):
-    """A program has one layer."""
+    """One program per layer."""
     layer = tl.program_id(0)
     route = tl.load(route_of_layer + layer)
     chunk = tl.arange(0, block)
@@ -522,7 +522,7 @@ def normalize_places(
     eps: float,
     out: Float[Tensor, "P D"],
 ) -> None:
-    """The norm of each kept token, times the weight."""
+    """Normalize each kept token, and multiply by the weight."""
     _launch_norm(x, index, count, None, weight, eps, out, keep=False)
 
 
@@ -537,9 +537,9 @@ def add_and_normalize(
     *,
     keep: bool,
 ) -> None:
-    """The norm of each kept token's sum with its update, times the weight.
+    """Normalize the sum of each kept token and its update, and multiply by the weight.
 
-    `keep` writes the sum to x. The norm is that of the sum before it is rounded.
+    `keep` writes the sum to x. The sum is normalized before it is rounded.
     """
     assert update.shape == out.shape
     assert update.is_contiguous()
@@ -579,7 +579,7 @@ def _launch_norm(
 
 
 def _count_warps(block: int) -> int:
-    """Warps for a row of so many columns: 16 of them for each thread, 32 bytes of bf16."""
+    """Warps for a row of `block` columns: 16 columns per thread, 32 bytes of bf16."""
     return min(16, max(1, block // 512))
 
 
@@ -591,7 +591,7 @@ def add_update(
     update: Float[Tensor, "P D"] | None,
     more: Float[Tensor, "P D"],
 ) -> None:
-    """x += gate · (update + more) for each kept token; without a gate, that is 1."""
+    """x += gate · (update + more) for each kept token; the gate defaults to 1."""
     num_places, width = more.shape
     assert x.is_contiguous()
     assert more.is_contiguous()
@@ -637,11 +637,11 @@ def multiply_places(
     expected: int,
     tuning: PlaceTuning | None = None,
 ) -> None:
-    """source · weightᵀ for the places that are taken, summed in float32.
+    """source · weightᵀ for the occupied places, summed in float32.
 
-    `expected` is the host's guess of the count, by which the tile is picked: where it was wrong,
-    the product takes longer than it could. Splits count arrivals in a tensor that all calls on a
-    device share: these must not run side by side, and the first one must not be captured.
+    `expected` is the host's guess of the count, from which the tile is chosen: a wrong guess only
+    costs time. Splits count arrivals in a tensor shared by all calls on a device: these must not
+    run concurrently, and the first one must not be captured.
     """
     num_places, width = source.shape
     num_out = weight.shape[0]
@@ -653,7 +653,7 @@ def multiply_places(
     assert source.dtype == weight.dtype
     if tuning is None:
         tuning = choose_tuning(min(expected, num_places), num_out, width, source.dtype)
-    # whole tiles leave nothing behind, and take the same kernel
+    # without splits there are no partial sums, but the kernel is the same
     num_sums = 2 * tuning.programs if tuning.splits > 1 else 0
     shape = (num_sums, tuning.block_m, tuning.block_n)
     partial = torch.empty(shape, device=out.device, dtype=torch.float32)
@@ -664,7 +664,7 @@ def multiply_places(
         blocks = ([tuning.block_m, tuning.block_k], [tuning.block_n, tuning.block_k])
         pairs = zip((source, weight), blocks, strict=True)
         matrices = [TensorDescriptor.from_tensor(*pair) for pair in pairs]
-    # so that as many programs as there are fit into the processors' registers
+    # limits registers, so that all programs fit on the multiprocessors
     threads = 32 * tuning.num_warps * triton.cdiv(tuning.programs, PROCESSORS)
     _multiply[(tuning.programs,)](
         *matrices,
@@ -689,7 +689,7 @@ def multiply_places(
 
 
 def can_describe(matrix: Tensor) -> bool:
-    """Whether the copy engine reads a matrix's tiles, for products of 16 bits."""
+    """Whether the copy engine can read a matrix's tiles, for 16-bit products."""
     row_bytes = matrix.shape[1] * matrix.element_size()
     aligned = matrix.data_ptr() % 16 == 0 and row_bytes % 16 == 0
     return matrix.element_size() == 2 and aligned and matrix.numel() > 0
@@ -697,17 +697,17 @@ def can_describe(matrix: Tensor) -> bool:
 
 @functools.cache
 def _find_arrivals(device: torch.device, size: int) -> Tensor:
-    """Zeros, which every launch leaves as it finds them."""
+    """Return a shared tensor of zeros, which every launch resets after use."""
     return torch.zeros(size, device=device, dtype=torch.int32)
 
 
 @functools.cache
 def choose_tuning(expected: int, num_out: int, width: int, dtype: torch.dtype) -> PlaceTuning:
-    """The tile, and the parts of it, that should take the least time on so many rows.
+    """Choose the tile and the number of splits estimated to be fastest for this many rows.
 
-    Time is that of the busiest processor. A large tile reads less for each product, but too few
-    tiles leave processors idle, and so does one more than they can share evenly; to cut tiles into
-    parts mends both, and has sums written and read again.
+    The time is that of the busiest multiprocessor. A large tile reads less per product, but too few
+    tiles leave multiprocessors idle, as does one more tile than they can share evenly. Splitting
+    tiles remedies both, at the cost of writing and reading partial sums.
     """
     if dtype == torch.float32:
         return TILE_FLOAT32
@@ -715,7 +715,7 @@ def choose_tuning(expected: int, num_out: int, width: int, dtype: torch.dtype) -
     def estimate(shape: TimedTile, splits: int) -> float:
         block_m, block_n, block_k = shape.tuning[:3]
         num_tiles = triton.cdiv(max(expected, 1), block_m) * triton.cdiv(num_out, block_n)
-        # parts of tiles that a program has
+        # parts of tiles per program
         share = triton.cdiv(num_tiles * splits, shape.tuning.programs)
         busy = triton.cdiv(num_tiles * splits, share)
         each = shape.each if busy <= PROCESSORS else shape.together
@@ -747,10 +747,10 @@ def score_tokens(
     *,
     normalize: bool,
 ) -> None:
-    """The router's score of each token and the predictor's, or the same twice without one."""
+    """Compute each token's router and predictor scores; without a predictor, they are equal."""
     most_tokens, width = x.shape
     assert x.is_contiguous()
-    # (W·x) / rms(x) is W·(x / rms(x)): the product needs no normed copy of x
+    # (W·x) / rms(x) = W·(x / rms(x)): the product needs no normalized copy of x
     units = None if w_in is None else torch.mm(x, w_in.T)
     num_units = 0 if w_in is None else w_in.shape[0]
     block_tokens = 4
@@ -792,12 +792,12 @@ def pack_tokens(
     *,
     gate_kind: str,
 ) -> None:
-    """Give places to tokens whose wish is positive, or that are among the first of their sequence.
+    """Assign places to tokens with a positive wish, or among the first of their sequence.
 
-    Who left before does not return, where `previous_slot` says who did. `slot` is a token's place
-    or -1, `taken` whether it has one, `first` the place of each chunk's first kept token and in the
-    end the count, `gate` what multiplies a token's update, 0 beyond the last token. `kept_row` is
-    the row of a place's token where that is its chunk's only one, else -1.
+    With `previous_slot`, tokens that had no place there are not kept. `slot` is a token's place or
+    -1, `taken` whether it has one, `first` the place of each chunk's first kept token followed by
+    the count, `gate` the factor of a token's update, 0 past the last token. `kept_row` is the row
+    of a place's token if that is its chunk's only one, else -1.
     """
     most_tokens, num_chunks = wish.shape[0], begin.shape[0] - 1
     assert index.shape[0] >= most_tokens
@@ -845,9 +845,9 @@ def begin_step(
     token: Int[Tensor, " T"],
     x: Float[Tensor, "T D"],
 ) -> None:
-    """Empty the rows of sequences that begin; look tokens up, which may be a row's newest.
+    """Empty the rows of sequences that start, and embed the step's tokens.
 
-    A token that is given as a negative number is the newest of its row, and 0 without a row.
+    A negative token stands for the newest one of its row, or for 0 without a row.
     """
     most_tokens, width = x.shape
     assert embedding.is_contiguous()
@@ -884,9 +884,9 @@ def end_step(
     route_of_layer: Int[Tensor, " L"],
     lengths: Int[Tensor, "L rows"],
 ) -> None:
-    """Add to each row's lengths what its chunk stored: its kept tokens, or all where dense.
+    """Add to each row's lengths what its chunk stored: kept tokens, or all in dense layers.
 
-    A row has one chunk at most. `route_of_layer` is a layer's row of `firsts`, -1 where dense.
+    A row has at most one chunk. `route_of_layer` is a layer's row of `firsts`, -1 if dense.
     """
     assert firsts.is_contiguous()
     assert lengths.is_contiguous()

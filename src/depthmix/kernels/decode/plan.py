@@ -1,6 +1,6 @@
-"""What the decoding kernel is compiled for: a model's tensors and rules, and how work is cut up.
+"""What the decoding kernel is compiled for: a model's tensors and rules, and the tiling.
 
-Owns the sizes of tiles and the check that everything fits. Knows nothing of the kernel's stages.
+Owns tile sizes and the validation of the inputs. Knows nothing of the kernel's stages.
 """
 
 import functools
@@ -15,19 +15,19 @@ from torch import Tensor
 from depthmix.kernels.decode.attention import Heads
 from depthmix.kernels.decode.stages import GATES, Cut
 
-# shared memory that a program can have on an H200
+# the most shared memory a program can use on an H200
 SHARED_BYTES = 227 * 1024
 SELECTORS = ("router", "predictor", "all")
 
 
 class StepPlan(NamedTuple):
-    """Everything that the kernel is compiled for."""
+    """Compile-time constants of the kernel."""
 
     num_layers: int
     num_programs: int
     width: int
     block: int
-    """Elements of x that are read at a time where all of it is."""
+    """Elements of x read at a time by loops over all of x."""
     heads: Heads
     qkv: Cut
     attn_out: Cut
@@ -61,72 +61,72 @@ class Weights(NamedTuple):
     norm_query: Float[Tensor, "L H"] | None = None
     norm_key: Float[Tensor, "L H"] | None = None
     qkv_bias: Float[Tensor, "L heads"] | None = None
-    """As the rows of `w_qkv`; the kernel for one sequence does not know it."""
+    """In the order of `w_qkv`'s rows; not supported by the single-sequence kernel."""
     router: Float[Tensor, "R D"] | None = None
-    """Of the R routed blocks, in order."""
+    """One row per routed block, in order."""
     predictor_in: Float[Tensor, "R P D"] | None = None
     predictor_out: Float[Tensor, "R P"] | None = None
     predictor_bias: Float[Tensor, " R"] | None = None
 
 
 class Rules(NamedTuple):
-    """What the tensors do not say."""
+    """What the tensors do not determine."""
 
     num_heads: int
     norm_eps: float = 1e-6
     routed_layers: tuple[int, ...] = ()
     """Indices of the routed blocks, in order."""
     selector: str = "all"
-    """Who decides: `router`, `predictor`, or `all` for every block."""
+    """What decides: `router`, `predictor`, or `all` to run every block."""
     gate: str = "raw"
-    """What multiplies a routed block's update: raw, sigmoid, tanh1 or unit."""
+    """The factor of a routed block's update: raw, sigmoid, tanh1 or unit."""
     normalize: bool = True
     """The router scores x / rms(x)."""
     first_tokens: int = 0
     """Positions before this one are always kept."""
     early_exit: bool = False
-    """Who skipped a routed block skips all later ones."""
+    """A token that skips a routed block skips all later ones."""
 
 
 class StepTuning(NamedTuple):
-    """How the work is cut up; results differ by rounding only."""
+    """How the work is divided; this changes results by rounding only."""
 
     num_programs: int
-    """All of them must fit on the device at once."""
+    """All of them must be resident on the device at once."""
     num_warps: int = 4
     max_registers: int = 255
-    """Of a thread: with all of them, two programs of four warps fit on a processor."""
+    """Per thread: at the maximum, two programs of four warps fit on a multiprocessor."""
     tile: int = 16384
-    """Elements of a weight tile: at 4 warps and 16,384 of bf16, 64 registers of a thread."""
+    """Elements of a weight tile: 16,384 of bf16 take 64 registers per thread at 4 warps."""
     min_columns: int = 2048
-    """Columns of a tile, where rows are that long; fewer rows a program make it wider."""
+    """Columns of a tile, if rows are that long; fewer rows per program make it wider."""
     chunk: int = 32
     """Tokens that attention reads at a time."""
     max_splits: int = 16
-    """Parts of the context that are attended to side by side."""
+    """Most parts of the context that are processed in parallel."""
 
 
 @functools.cache
 def pick_size(number: int, sizes: Sequence[int]) -> int:
-    """The first of these powers of two that holds so many, or one above them: each is compiled."""
+    """Pick the first size that is large enough, or the next power of two: each is compiled."""
     return next((size for size in sizes if number <= size), triton.next_power_of_2(number))
 
 
 def find_room(device: torch.device) -> int:
-    """Bytes of shared memory that a program can have; the interpreter has what an H200 has."""
+    """Bytes of shared memory available to a program; the interpreter assumes an H200."""
     if device.type != "cuda":
         return SHARED_BYTES
     properties = torch.cuda.get_device_properties(device)
-    # not every build of torch tells
+    # not every build of torch has this property
     return getattr(properties, "shared_memory_per_block_optin", 48 * 1024)
 
 
 def cut_matrix(
     num_rows: int, width: int, dtype: torch.dtype, tuning: StepTuning, *, partner: int = 0
 ) -> Cut:
-    """Tiles for a matrix: no more rows than a program has, and wide where those are few."""
+    """Tile a matrix: at most as many rows as a program has, and wider if those are few."""
     longest = max(16, triton.next_power_of_2(width))
-    # two at least: a tile is loaded by halves
+    # at least two, because a tile is loaded in halves
     own = triton.next_power_of_2(-(-num_rows // tuning.num_programs)) * (2 if partner else 1)
     own = max(2, own)
     columns = min(longest, max(16, tuning.min_columns, tuning.tile // own))
@@ -138,13 +138,13 @@ def cut_matrix(
 
 
 def choose_tuning(device: torch.device, width: int, num_heads: int) -> StepTuning:
-    """What was fastest on an H200 (results/decode.md); one program in the interpreter."""
+    """The fastest tuning on an H200 (results/decode.md); one program in the interpreter."""
     if device.type != "cuda":
-        # programs come one after another there, so a second one would be waited for in vain
+        # programs run one after another there, so none could ever wait for another
         return StepTuning(num_programs=1)
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     num_programs = 2 * num_processors
-    # no program has a second head to attend with while others have none
+    # few enough parts that no program processes a second one while others are idle
     splits = triton.next_power_of_2(max(1, num_programs // num_heads) + 1) // 2
     return StepTuning(num_programs, max_splits=min(splits, 64))
 
@@ -152,7 +152,7 @@ def choose_tuning(device: torch.device, width: int, num_heads: int) -> StepTunin
 def make_plan(
     weights: Weights, rules: Rules, pages: Float[Tensor, "pages G page_size H"], tuning: StepTuning
 ) -> StepPlan:
-    """The kernel's constants from the shapes of a model's tensors."""
+    """Derive the kernel's constants from the shapes of a model's tensors."""
     num_layers, num_projected, width = weights.w_qkv.shape
     num_classes, mlp_width = weights.head.shape[0], weights.w_mlp_out.shape[2]
     dtype = weights.embedding.dtype
@@ -161,7 +161,7 @@ def make_plan(
     _, num_kv_heads, page_size, head_width = pages.shape
     group = rules.num_heads // num_kv_heads
     qkv = cut_matrix(num_projected, width, dtype, tuning)
-    # both are made of the same part of x
+    # both read the same columns of x
     same = {"columns": qkv.columns, "padded": qkv.padded}
     predictor = cut_matrix(num_units, width, dtype, tuning)._replace(**same)
     heads = Heads(
@@ -198,15 +198,15 @@ def make_plan(
 def check_plan(
     weights: Weights, rules: Rules, key_pages: Tensor, value_pages: Tensor, tuning: StepTuning
 ) -> None:
-    """Refuse tensors and numbers that do not fit each other, with a sentence."""
+    """Raise ValueError if tensors and numbers are inconsistent."""
     num_kv_heads, head_width = key_pages.shape[1], key_pages.shape[3]
     for name, tensor in (("key_pages", key_pages), ("value_pages", value_pages)):
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous")
     if weights.qkv_bias is not None:
-        raise ValueError("this kernel knows no biases of queries, keys and values")
+        raise ValueError("this kernel does not support biases of queries, keys and values")
     if head_width < 16 or head_width & (head_width - 1):
-        raise ValueError(f"the head width must be a power of two from 16 on, not {head_width}")
+        raise ValueError(f"the head width must be a power of two, at least 16, not {head_width}")
     check_model(weights, rules, num_kv_heads, head_width)
     if value_pages.shape != key_pages.shape or value_pages.dtype != key_pages.dtype:
         raise ValueError("value_pages must have the shape and the type of key_pages")
@@ -217,7 +217,7 @@ def check_plan(
 
 
 def check_model(weights: Weights, rules: Rules, num_kv_heads: int, head_width: int) -> None:
-    """Refuse weights and rules that do not fit each other, or that no kernel knows."""
+    """Raise ValueError if weights and rules are inconsistent, or not supported by any kernel."""
     num_layers, width = weights.norm_attention.shape
     mlp_width = weights.w_mlp_out.shape[2]
     for name, tensor in weights._asdict().items():
@@ -254,8 +254,8 @@ def check_model(weights: Weights, rules: Rules, num_kv_heads: int, head_width: i
             f"there is no selector '{rules.selector}': use one of {', '.join(SELECTORS)}"
         )
     if rules.routed_layers and weights.router is None:
-        raise ValueError("routed_layers need the router's weights: give `router`")
+        raise ValueError("routed_layers need the router's weights: pass `router`")
     if rules.routed_layers and rules.selector == "predictor" and weights.predictor_in is None:
         raise ValueError(
-            "selector 'predictor' needs the predictor's weights: give them, or use 'router'"
+            "selector 'predictor' needs the predictor's weights: pass them, or use 'router'"
         )

@@ -1,11 +1,11 @@
-"""A block for few tokens: who takes part in it, and products that read each weight once.
+"""A block for few tokens: which of them take part, and products that read each weight once.
 
-Few rows leave a block bound by reading its weights and by what lies between kernels. Here it is one
-kernel that decides, and four products that read each weight once for up to 16 rows, with what
-follows from a product in the same kernel. A product's programs have equally many rows of weights,
-and all of them fit on the device at once: else some processors would read while others are done.
-How many rows are kept is known on the device alone: products beyond them end at once. What a
-product multiplies stands ready in the weights' type, so that its loop only loads and multiplies.
+With few rows, a block is bound by reading its weights and by the gaps between kernels. Here it is
+one deciding kernel, and four products that read each weight once for up to 16 rows, each fused with
+what follows it. A product's programs have equally many rows of weights, and all of them fit on the
+device at once: otherwise some multiprocessors would still read while others are done. The number
+of kept rows is known on the device only: products past it exit at once. A product's input is
+prepared in the weights' dtype, so that its loop only loads and multiplies.
 Knows nothing of models: it takes stacked tensors and numbers.
 """
 
@@ -23,29 +23,29 @@ from depthmix.kernels.compiling import jit
 from depthmix.kernels.decode.plan import Rules, Weights, find_room, pick_size
 from depthmix.kernels.decode.stages import ROUTER_EPS, apply_gate, gelu
 
-# rows of a matrix product: the fewest that it takes, and those of a larger step
+# rows of a matrix product: the minimum, and the number for larger steps
 BLOCK_ROWS, MANY_ROWS = tl.constexpr(16), 64
-# parts of the predictor's units that are added up at a time, and the most units of a product
+# parts of the predictor's units summed at a time, and the most units per product
 SUMMED, MOST_UNITS = tl.constexpr(8), 64
-# rows that are decided on together
+# rows decided on together, as compiled sizes
 BLOCKS_DECIDED = (32, 256)
-# processors where nobody knows their number, as in the interpreter
+# multiprocessors to assume if their number is unknown, as in the interpreter
 FEW_PROCESSORS = 3
 
 
 class RowTuning(NamedTuple):
-    """How a kernel cuts up its weights; results differ by rounding only."""
+    """How a kernel divides its weights; this changes results by rounding only."""
 
     most_rows: int = 16
-    """Rows of weights of a program, at most, a power of two; of partners, of each."""
+    """Most rows of weights per program, a power of two; with partners, of each."""
     block: int = 256
-    """Columns that are loaded at a time, a power of two; a quarter of them where numbers have 32
-    bits, which are multiplied in registers. A device reads at its full rate while about 40 KiB of
-    weights are under way on each of its processors."""
+    """Columns loaded at a time, a power of two; a quarter of that for 32-bit numbers, which are
+    multiplied in registers. A device reads at its full rate while about 40 KiB of weights are in
+    flight per multiprocessor."""
     num_warps: int = 4
-    """Each of them multiplies columns of its own, at least 16, and they are summed at the end."""
+    """Each warp multiplies its own columns, at least 16; they are summed at the end."""
     num_stages: int = 4
-    """One more than the blocks of columns that shared memory holds."""
+    """One more than the blocks of columns held in shared memory."""
 
 
 TUNINGS = {
@@ -57,17 +57,17 @@ TUNINGS = {
     "store": RowTuning(num_stages=7),
     "update": RowTuning(block=512, num_warps=8, num_stages=7),
 }
-"""By kernel, who decides and the kinds of `_multiply`: the fastest of `benchmarks/rows.py` on an
-H200 at width 2,048, but for `gelu`, which was not tried. Of who decides, only the block of columns
-and the warps count."""
+"""By kernel, `decide` and the kinds of `_multiply`: the fastest in `benchmarks/rows.py` on an H200
+at width 2,048, except for `gelu`, which was not tuned. For `decide`, only the block of columns and
+the warps matter."""
 
 
 @jit
 def _spread_columns(block: tl.constexpr, slices: tl.constexpr):
-    """The numbers of a block's columns, as (slices, 1, columns of each).
+    """The indices of a block's columns, as (slices, 1, columns per slice).
 
-    A product of as many matrices as there are warps gives each warp one, so that the warps share
-    out the columns of a small product: none of them computes what another does.
+    A batched product of as many matrices as warps gives each warp one, so that the warps divide
+    the columns of a small product and none repeats another's work.
     """
     each: tl.constexpr = block // slices
     lane = tl.arange(0, slices)[:, None] * each + tl.arange(0, each)[None, :]
@@ -76,7 +76,7 @@ def _spread_columns(block: tl.constexpr, slices: tl.constexpr):
 
 @jit
 def _load_if(wanted: tl.constexpr, pointer, inside):
-    """What stands inside, where it is wanted."""
+    """Load what is inside, if `wanted`."""
     return tl.load(pointer, mask=inside, other=0.0) if wanted else 0.0
 
 
@@ -100,11 +100,11 @@ def _judge_rows(
     block_units: tl.constexpr,
     block_parts: tl.constexpr,
 ):
-    """The scores of sixteen rows from the sums over parts of their columns."""
+    """Compute the scores of sixteen rows from sums over parts of their columns."""
     number = tl.arange(0, block_parts)[None, :]
     at = row[:, None] * parts + number
     there = real[:, None] & (number < parts)
-    # other programs wrote it: the first-level cache is not asked
+    # written by other programs: bypass the L1 cache
     squares = tl.load(part_square + at, mask=there, other=0.0, cache_modifier=".cg")
     scores = tl.load(part_score + at, mask=there, other=0.0, cache_modifier=".cg")
     invert = tl.rsqrt(tl.sum(squares, axis=1) / width + ROUTER_EPS)
@@ -155,7 +155,7 @@ def _give_places(
     gate_kind: tl.constexpr,
     block_rows: tl.constexpr,
 ):
-    """Keep the rows that wish for it, or must be kept; their places are in order."""
+    """Keep the rows with a positive wish and those that must be kept; places are in order."""
     row = tl.arange(0, block_rows)
     there = row < num_rows
     wishes = tl.load(wish + row, mask=there, other=0.0, cache_modifier=".cg")
@@ -167,7 +167,7 @@ def _give_places(
     num_kept = tl.sum(kept.to(tl.int32))
     tl.store(slot + row, tl.where(kept, place, -1), mask=there)
     tl.store(taken + row, kept.to(tl.uint8), mask=there)
-    # every row is a chunk of its own
+    # every row is its own chunk
     tl.store(first + row, place + 1 - kept.to(tl.int32), mask=there)
     tl.store(first + num_rows, num_kept)
     tl.store(gate + row, apply_gate(scores, gate_kind), mask=there)
@@ -232,15 +232,15 @@ def _decide(
     block_rows: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Score rows; whoever comes last keeps some, in order, and gives them places.
+    """Score rows; the last program to finish decides which are kept, and assigns places in order.
 
-    A program has sixteen rows and a part of their columns, so that nobody reads for long. Who comes
-    last of those that share rows adds their sums up, and the last of these decides. Without a
+    A program has sixteen rows and a part of their columns, so that no program reads for long. The
+    last program to finish a group of rows sums its parts, and the last of these decides. Without a
     predictor the router's score decides. Rows may also be `shaped`: stored times the norm's
-    weights, but for their rms, which nobody knows yet: who multiplies them divides by it.
+    weights but not yet divided by their rms, which is still unknown: the product divides by it.
     """
     if overlaps:
-        # the product that is launched `beside` this one
+        # lets the product launched `beside` this kernel start
         gdc_launch_dependents()
     group = tl.program_id(0)
     part = tl.program_id(1)
@@ -249,7 +249,7 @@ def _decide(
     column = part * block + tl.arange(0, block)
     inside = column < width
     unit = tl.arange(0, block_units)
-    # asked for before the sums: threads meet there, and nothing is asked for across that
+    # loaded before the sums: threads synchronize there, and loads do not move across that
     scale = _load_if(shaped is not None, norm + column, inside)
     judge = tl.load(router + column, mask=inside, other=0.0).to(tl.float32)
     everyone = tl.arange(0, block_rows)
@@ -261,7 +261,7 @@ def _decide(
         stayed = tl.load(previous + everyone, mask=there, other=-1) >= 0
     tile = judge
     if w_in is not None:
-        # units beyond the last are it once more, and weigh nothing
+        # units past the last repeat it with zero weight
         w_in += column[None, :]
         at = tl.minimum(unit, num_units - 1)[:, None] * width
         tile = tl.load(w_in + at, mask=inside[None, :], other=0.0)
@@ -282,11 +282,11 @@ def _decide(
             units = tl.dot(tile, given, input_precision="ieee")
             to = part_unit + ((group * parts + part) * passes + number) * size
             tl.store(to + within, units)
-    # all threads have stored before the first one says so
+    # all threads must have stored before the arrival is counted
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals + 1 + group, 1, sem="acq_rel", scope="gpu")
     if shaped is not None:
-        # nobody waits for this one
+        # after the arrival, because no program waits for this store
         ready = vector * scale.to(tl.float32)[None, :]
         tl.store(shaped + at_x, ready.to(shaped.dtype.element_ty), mask=mask)
     if arrived == parts - 1:
@@ -366,14 +366,14 @@ def _multiply(
     block: tl.constexpr,
     slices: tl.constexpr,
 ):
-    """weight · source for the kept rows, and what follows from it.
+    """weight · source for the kept rows, fused with what follows.
 
-    `plain` is the product, of rows by `index` where it `gathers`. `store` keeps it as `more` in
-    float32, and prepares the sum s of x and it for the next product: s · norm, and the sum of
-    squares over this program's part of s. `swiglu` pairs gate and up rows, `gelu` has one of each.
-    `update` adds gate · (more + product) to x, and where it `prepares`, treats that as `store`
-    does. Rows that were prepared in `parts` are divided by their rms only after the product, which
-    comes to the same.
+    `plain` is the product alone, of rows by `index` if it `gathers`. `store` keeps it as `more` in
+    float32, and prepares its sum s with x for the next product: s · norm, and the sum of squares
+    over this program's part of s. `swiglu` pairs gate and up rows, `gelu` has single rows.
+    `update` adds gate · (more + product) to x and, if it `prepares`, prepares the result as `store`
+    does. Rows prepared in `parts` are divided by their rms only after the product, which is
+    equivalent.
     """
     paired: tl.constexpr = kind == "swiglu"
     program = tl.program_id(0)
@@ -383,7 +383,7 @@ def _multiply(
     lane = _spread_columns(block, slices)
     weight += lane_out[None, :, None].to(tl.int64) * width + lane
     partner = weight + num_out * width
-    # volatile, or it would be read after the number of rows; beyond that they are any rows
+    # volatile, so that it is not loaded after the count; past the count they may be any rows
     number_row = tl.arange(0, block_rows)
     row = tl.load(index + number_row, mask=number_row < num_first, other=0, volatile=True)
     num_kept = tl.load(count)
@@ -398,7 +398,7 @@ def _multiply(
         at = place[None, :] * num_out + lane_out[:, None]
         at_x = row[None, :].to(tl.int64) * num_out + lane_out[:, None]
         origin = row if gathers else place
-        # what follows the product is asked for before it, and has arrived when the loop ends
+        # the epilogue's operands are loaded before the product, and have arrived when it ends
         old = _load_if(kind == "store" or kind == "update", x + at_x, inside)
         scale = _load_if(stores, norm + lane_out, own)
         before = _load_if(kind == "update", more + at, inside)
@@ -451,31 +451,31 @@ def _multiply(
         tl.store(out + to, total.to(out.dtype.element_ty), mask=inside)
         row = next_row
     if beside:
-        # the next kernel waits for this one alone, so this one must not end before the last one
+        # the next kernel waits for this one only, so this must not end before the previous one
         gdc_wait()
 
 
 class Places(NamedTuple):
-    """Who takes part in a block: its tokens stand in places, in order."""
+    """Which tokens take part in a block: they occupy places, in order."""
 
     index: Int[Tensor, " P"]
     """Token of each place."""
     count: Int[Tensor, " 1"]
-    """Places that are taken."""
+    """Number of occupied places."""
     gate: Float[Tensor, " T"]
-    """What multiplies a token's update."""
+    """The factor of a token's update."""
     slot: Int[Tensor, " T"]
-    """A token's place, -1 where it passes by."""
+    """A token's place, -1 if it skips the block."""
     first: Int[Tensor, " chunks_and_one"]
-    """Place of each chunk's first token, and in the end the count."""
+    """Place of each chunk's first token, followed by the count."""
     taken: Int[Tensor, " T"]
-    """1 where a token takes part, as a byte for the host."""
+    """1 if a token takes part, as a byte for the host."""
     alone: Int[Tensor, " alone"]
     """Row of a place whose token is alone in its row, else -1."""
 
 
 class FewRows:
-    """Blocks of steps of up to `num_rows` tokens; made to be captured."""
+    """Blocks of steps of up to `num_rows` tokens; suitable for capture."""
 
     def __init__(
         self,
@@ -484,7 +484,7 @@ class FewRows:
         num_rows: int,
         tunings: Mapping[str, RowTuning] | None = None,
     ) -> None:
-        """`tunings` take the place of some of `TUNINGS`."""
+        """`tunings` override entries of `TUNINGS`."""
         self.weights, self.rules, self.num_rows = weights, rules, num_rows
         device, dtype = weights.embedding.device, weights.embedding.dtype
         chosen, room = {**TUNINGS, **(tunings or {})}, find_room(device)
@@ -495,7 +495,7 @@ class FewRows:
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             self.num_processors = properties.multi_processor_count
-            # kernels that begin before the last one is done: from Hopper on
+            # kernels can start before the previous one ends: from Hopper on
             self.overlaps = properties.major >= 9
         w_in = weights.predictor_in if rules.selector == "predictor" else None
         self.num_units = 0 if w_in is None else w_in.shape[1]
@@ -503,7 +503,7 @@ class FewRows:
         def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)
 
-        # programs that share out a row: its columns, its norm's parts, its update's
+        # programs that share a row: its columns, the parts of its norm, those of its update
         tuning = self.tunings["decide"]
         self.decided = _fit_columns(tuning, self.width, weights.embedding.element_size())["block"]
         self.parts = triton.cdiv(self.width, self.decided)
@@ -519,7 +519,7 @@ class FewRows:
         self.given_square = make(num_rows, self.parts)
         self.part_square = make(num_rows * max(self.num_parts.values()))
         self.score, self.wish = make(num_rows), make(num_rows)
-        # of all, and of those that share rows: every launch leaves zeros
+        # of all groups of rows, and of the programs in each group: every launch resets them to zero
         self.arrivals = make(1 + num_groups, dtype=torch.int32)
         self.shaped = make(num_rows, self.width, dtype=dtype)
         self.more = make(num_rows, self.width)
@@ -535,10 +535,11 @@ class FewRows:
         places: Places,
         shaped: Float[Tensor, "B D"] | None = None,
     ) -> None:
-        """Choose rows and give them `places`.
+        """Choose rows and assign them `places`.
 
-        `row` is -1 where there is no token; `previous` are the last routed block's slots, where who
-        left does not return. `shaped` gets rows times the norm's weights, see `multiply`.
+        `row` is -1 where there is no token; `previous` holds the last routed block's slots, for
+        models in which a token that left does not return. `shaped` receives rows times the norm's
+        weights, see `multiply`.
         """
         weights, rules, num_rows = self.weights, self.rules, x.shape[0]
         route = rules.routed_layers.index(layer)
@@ -588,7 +589,7 @@ class FewRows:
         )
 
     def count_programs(self, kind: str, num_out: int) -> int:
-        """Programs of a product: on each processor one, or as many as on the others."""
+        """Count a product's programs: at most one per multiprocessor, or equally many on each."""
         num_programs, num_processors = triton.cdiv(num_out, self.tunings[kind].most_rows), 1
         if num_programs > self.num_processors:
             num_processors = self.num_processors
@@ -608,11 +609,11 @@ class FewRows:
         gathers: bool = False,
         beside: bool = False,
     ) -> None:
-        """One of a block's products for the places that are taken, see `_multiply`.
+        """One of a block's products for the occupied places, see `_multiply`.
 
-        `prepared` names who prepared the source: `decide`, or a kind. An `update` with a `norm`
-        prepares x for a product that follows. With `beside` the product begins with `decide`, which
-        was launched just before, where the device can, and reads each weight once for 64 rows.
+        `prepared` names the step that prepared the source: `decide`, or a kind. An `update` with a
+        `norm` prepares x for a following product. With `beside`, the product overlaps `decide`,
+        launched just before, if the device can, and reads each weight once for 64 rows.
         """
         block_rows, tuned = BLOCK_ROWS.value, kind
         if beside and source.shape[0] > block_rows:
@@ -654,7 +655,7 @@ class FewRows:
             parts=parts,
             block_parts=triton.next_power_of_2(max(1, parts)),
             block_rows=block_rows,
-            # a matrix product takes no fewer
+            # a matrix product needs at least 16
             block_out=max(16, block_out),
             beside=beside,
             launch_pdl=beside,
@@ -669,9 +670,9 @@ class FewRows:
         places: Places,
         next_norm: Float[Tensor, " D"] | None = None,
     ) -> None:
-        """What follows attention in a block: its output, the MLP, and the update of x.
+        """Finish a block after attention: output projection, MLP, and the update of x.
 
-        With the norm of what follows the block, x is prepared for it in `shaped`.
+        With `next_norm`, the norm that follows the block, x is prepared for it in `shaped`.
         """
         weights = self.weights
         norm = weights.norm_mlp[layer]
@@ -682,19 +683,19 @@ class FewRows:
 
 
 def limit_stages(kind: str, tuning: RowTuning, room: int) -> RowTuning:
-    """The same with no more blocks of columns than a program's shared memory of `room` bytes holds.
+    """Limit the stages to the blocks of columns that `room` bytes of shared memory can hold.
 
-    Those of an H200 hold 227 KiB, those of a desktop card 99.
+    A program has 227 KiB on an H200, and 99 on a desktop card.
     """
     num_rows = max(16, tuning.most_rows) * (2 if kind == "swiglu" else 1)
     num_rows += MANY_ROWS if kind == "project" else BLOCK_ROWS.value
-    # 16 bits each; where numbers have more, a block has fewer columns. The router has 32.
+    # 16 bits each; for wider numbers a block has fewer columns. The router has 32 bits.
     num_bytes = 2 * tuning.block * (num_rows + (2 if kind == "decide" else 0))
     return tuning._replace(num_stages=min(tuning.num_stages, 1 + room // num_bytes))
 
 
 def _fit_columns(tuning: RowTuning, width: int, element_size: int) -> dict[str, int]:
-    """A launch's columns: no more than there are, but 16 for each warp at least."""
+    """Columns per launch: at most the width, but at least 16 per warp."""
     block = min(tuning.block * 4 // element_size**2, triton.next_power_of_2(width))
     return {
         "block": max(block, 16 * tuning.num_warps),

@@ -1,7 +1,7 @@
-"""The stages of `decode`: products that many programs share, and the barrier between them.
+"""The stages of `step`: products that many programs share, and the barrier between them.
 
-Each stage reads what others wrote before a barrier and writes what others read after the next one.
-Owns how work is cut up between the programs. Knows nothing of blocks and of their order.
+Each stage reads what other programs wrote before a barrier, and writes what they read after the
+next one. Owns how work is divided among programs. Knows nothing of blocks and their order.
 """
 
 from typing import NamedTuple
@@ -10,21 +10,21 @@ import triton.language as tl
 
 from depthmix.kernels.compiling import INTERPRETED, jit
 
-# the router's and the predictor's own norm
+# epsilon of the router's and the predictor's own norm
 ROUTER_EPS = tl.constexpr(1e-6)
-# neighbours in a row that one thread sums by itself: 16 bytes of bf16
+# neighbours in a row that are summed within one thread: 16 bytes of bf16
 GROUP = tl.constexpr(8)
-# what `apply_gate` knows
+# the gates that `apply_gate` implements
 GATES = ("raw", "sigmoid", "tanh1", "unit")
-# below the rank of everything
+# below any rank
 LOWEST_RANK = tl.constexpr(-(2**63))
 
 
 class Cut(NamedTuple):
-    """How the programs cut up a matrix; all is stored, since Triton drops properties."""
+    """How a matrix is divided among programs; all fields, since Triton drops properties."""
 
     num_rows: int
-    """Rows that are shared out; of two partners, the first one counts."""
+    """Rows divided among the programs; partners count once."""
     width: int
     """Length of a row."""
     rows: int
@@ -32,31 +32,31 @@ class Cut(NamedTuple):
     columns: int
     """Columns of a tile, a power of two and at least 16."""
     partner: int
-    """Distance to the row that is summed beside a row, as SwiGLU's gate and up rows are; or 0."""
+    """Distance to the row summed together with a row, as in SwiGLU's gate and up rows; or 0."""
     num_programs: int
     """Programs that share the rows."""
     step: int
-    """Rows of a tile, partners not counted."""
+    """Rows of a tile, without partners."""
     padded: int
-    """Columns of all tiles of a row."""
+    """Total columns of a row's tiles."""
     pack: int
-    """Neighbours that are read as one int32: 2 of 16 bits, else 1."""
+    """Neighbours read as one int32: 2 for 16-bit types, else 1."""
 
 
 @jit
 def arrive(counter):
-    """Tell the others that this program's part of a stage is written."""
-    # all threads have stored before the first one says so
+    """Signal that this program's part of a stage is written."""
+    # all threads must have stored before the arrival is counted
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="gpu")
 
 
 @jit
 def wait(counter, target):
-    """Go on when `target` arrivals were counted."""
-    # the interpreter runs programs one after another, so nobody is to be waited for
+    """Wait until `target` arrivals are counted."""
+    # the interpreter runs programs one after another, so there is nothing to wait for
     if not INTERPRETED:
-        # one thread looks, by reading: a poll by all threads, or by atomics, delays the arrivals
+        # one thread polls with plain loads: polling by all threads, or atomics, delays arrivals
         tl.inline_asm_elementwise(
             """
             {
@@ -84,11 +84,11 @@ def wait(counter, target):
 
 @jit
 def share_rows(cut: tl.constexpr):
-    """First and end of this program's rows: contiguous, and as many as the others have."""
+    """Return first and end of this program's rows: contiguous, and evenly divided."""
     program = tl.program_id(0)
     if not INTERPRETED:
-        # made anew each time: else what follows from it is computed for all stages before the
-        # first one, and there are not registers enough to hold it
+        # opaque to the compiler, which would otherwise compute everything derived from it for all
+        # stages before the first one, with too few registers to hold it
         program = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [program], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -98,10 +98,10 @@ def share_rows(cut: tl.constexpr):
 
 @jit
 def load_tile(weight, row, end, column, cut: tl.constexpr):
-    """Rows from `row` on that come before `end`, in two halves; of partners, a half of each.
+    """Load rows from `row` up to `end`, in two halves; with partners, one half of each.
 
-    Numbers of 16 bits come packed: alone, they would be sorted anew into registers at the end of
-    each turn of a loop, and that waits for what should be under way.
+    16-bit numbers stay packed: otherwise they would be rearranged in registers at the end of each
+    loop iteration, which waits for loads that should stay in flight.
     """
     upper = _load_half(weight, row, end, column, 0, cut)
     return upper, _load_half(weight, row, end, column, 1, cut)
@@ -122,7 +122,7 @@ def _load_half(weight, row, end, column, half: tl.constexpr, cut: tl.constexpr):
         mask = mask & (lane < cut.width // cut.pack)[None, :]
     weight += tl.cast(row, tl.int64) * cut.width
     if cut.width % 8 == 0:
-        # rows of whole 16 bytes: said aloud, because it is not always found out
+        # rows are 16-byte aligned: a hint, because the compiler does not always infer it
         weight = tl.multiple_of(weight, 16)
     if cut.pack == 2:
         weight = weight.to(tl.pointer_type(tl.int32))
@@ -138,7 +138,7 @@ def load_first_tile(weight, cut: tl.constexpr):
 
 @jit
 def load_norm(norm, wanted, cut: tl.constexpr):
-    """A norm's weights in the first tile's columns, where they are wanted."""
+    """Load a norm's weights for the first tile's columns, if `wanted`."""
     lane = tl.arange(0, cut.columns)
     return tl.load(norm + lane, mask=lane < tl.where(wanted, cut.width, 0), other=0.0)
 
@@ -148,7 +148,7 @@ def _load_vector(x, x_more, column, cut: tl.constexpr):
     """x + x_more in a tile's columns."""
     lane = column + tl.arange(0, cut.columns)
     inside = lane < cut.width
-    # other programs wrote it: the first-level cache may hold what was there before
+    # written by other programs: bypass the L1 cache, which may be stale
     vector = tl.load(x + lane, mask=inside, other=0.0, cache_modifier=".cg")
     if x_more is not None:
         vector += tl.load(x_more + lane, mask=inside, other=0.0, cache_modifier=".cg")
@@ -157,10 +157,10 @@ def _load_vector(x, x_more, column, cut: tl.constexpr):
 
 @jit
 def load_stream(x, x_more, cut: tl.constexpr):
-    """x + x_more in the first tile's columns, and the mean square of all of it.
+    """x + x_more in the first tile's columns, and the mean square over all columns.
 
-    Read once for all that a stage makes of it: every reading waits for the second-level cache, and
-    all programs together read megabytes.
+    Read once for everything a stage computes from it: every read waits for the L2 cache, and all
+    programs together read megabytes.
     """
     columns: tl.constexpr = cut.columns
     first = _load_vector(x, x_more, 0, cut)
@@ -173,7 +173,7 @@ def load_stream(x, x_more, cut: tl.constexpr):
 
 @jit
 def unpack(packed, source, pack: tl.constexpr):
-    """Numbers of `source` as float32: the even and the odd ones, or where not packed all, twice."""
+    """Unpack numbers of `source` to float32: even and odd ones; if not packed, all, twice."""
     if pack == 1:
         low = packed.to(tl.float32)
         high = low
@@ -189,7 +189,7 @@ def unpack(packed, source, pack: tl.constexpr):
 
 @jit
 def halve(vector, size: tl.constexpr, pack: tl.constexpr):
-    """A vector as `unpack` gives what it is multiplied with."""
+    """Split a vector into even and odd elements, to match the output of `unpack`."""
     if pack == 1:
         even, odd = vector, vector
     else:
@@ -199,7 +199,7 @@ def halve(vector, size: tl.constexpr, pack: tl.constexpr):
 
 @jit
 def _sum_inside(half, vector, weight, cut: tl.constexpr):
-    """Products of half a tile with a vector, summed as far as a thread can by itself."""
+    """Products of half a tile with a vector, summed as far as possible within a thread."""
     rows: tl.constexpr = cut.rows
     groups: tl.constexpr = cut.columns // GROUP
     low, high = unpack(half, weight, cut.pack)
@@ -214,10 +214,10 @@ def _sum_inside(half, vector, weight, cut: tl.constexpr):
 def _sum_rows(tile, vector, weight, row, end, x, x_more, norm, cut: tl.constexpr):
     """Products of a tile's rows with (x + x_more) · norm; the next tile and its vector.
 
-    `tile` and `vector` are the first ones of these rows. Each half of the next tile is asked for
-    into the registers of the last one's, as soon as that is summed: any other register would have
-    to be copied, and a copy waits. So one half is under way while the other is summed. The last
-    tile that is asked for belongs to the rows that come next.
+    `tile` and `vector` are the first ones of these rows. Each half of the next tile is loaded into
+    the registers of the previous one's half, as soon as that is summed: other registers would
+    have to be copied, and a copy waits for the load. So one half is in flight while the other is
+    summed. The last tile loaded belongs to the next rows.
     """
     rows: tl.constexpr = cut.rows
     columns: tl.constexpr = cut.columns
@@ -226,10 +226,10 @@ def _sum_rows(tile, vector, weight, row, end, x, x_more, norm, cut: tl.constexpr
     num_blocks: tl.constexpr = cut.padded // columns
     for block in range(num_blocks):
         next_row = row + (block + 1) // num_blocks * cut.step
-        # visibly a multiple, or the mask is taken for one of any shape and nothing is vectorised
+        # visibly a multiple, or the compiler assumes an arbitrary mask and does not vectorise
         next_column = (block + 1) % num_blocks * columns
         part_upper = _sum_inside(tile[0], vector, weight, cut)
-        # no load moves up across this
+        # no load is moved up across this
         tl.debug_barrier()
         next_upper = _load_half(weight, next_row, end, next_column, 0, cut)
         part_lower = _sum_inside(tile[1], vector, weight, cut)
@@ -240,7 +240,7 @@ def _sum_rows(tile, vector, weight, row, end, x, x_more, norm, cut: tl.constexpr
             if norm is not None:
                 lane = next_column + tl.arange(0, columns)
                 vector *= tl.load(norm + lane, mask=lane < cut.width, other=0.0).to(tl.float32)
-        # threads meet while both halves are under way
+        # threads synchronize while both halves are in flight
         upper += tl.sum(part_upper, axis=1)
         lower += tl.sum(part_lower, axis=1)
     total = tl.reshape(tl.permute(tl.join(upper, lower), (1, 0)), (2 * rows,))
@@ -266,7 +266,7 @@ def score_token(x, weight, width: tl.constexpr, block: tl.constexpr, normalize: 
 
 @jit
 def apply_gate(score, gate: tl.constexpr):
-    """What multiplies a kept token's update."""
+    """The factor of a kept token's update."""
     if gate == "raw":
         weight = score
     elif gate == "sigmoid":
@@ -275,7 +275,7 @@ def apply_gate(score, gate: tl.constexpr):
         # 1 + tanh(r)
         weight = 2.0 * tl.sigmoid(2.0 * score)
     else:
-        # one that is added elsewhere and forgotten here must not count as another
+        # a gate that is added elsewhere but not here must not be mistaken for another
         tl.static_assert(gate == "unit")
         weight = score * 0.0 + 1.0
     return weight
@@ -305,22 +305,22 @@ def project(tile, weight, x, stream, square, scale_D, norm, out, eps, cut: tl.co
 
 @jit
 def _rank(value, index):
-    """A number that is larger for a larger value, and for an earlier one of two that are equal."""
+    """A number that grows with the value; of equal values, the earlier ranks higher."""
     bits = value.to(tl.int32, bitcast=True)
-    # floats are in the order of their bits, but negative ones the other way round
+    # floats sort like their bits, except that negative ones are reversed
     bits ^= (bits >> 31) & 0x7FFFFFFF
     return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
 @jit
 def find_ranked(rank):
-    """The index that a rank was made of."""
+    """Extract the index from a rank."""
     return 0x7FFFFFFF - (rank & 0x7FFFFFFF)
 
 
 @jit
 def load_unit(weight, row, end, column, cut: tl.constexpr):
-    """A tile's columns of one row, where that comes before `end`; packed, see `load_tile`."""
+    """Load a tile's columns of one row, if it lies before `end`; packed, see `load_tile`."""
     lane = column // cut.pack + tl.arange(0, cut.columns // cut.pack)
     weight += tl.cast(row, tl.int64) * cut.width
     if cut.pack == 2:
@@ -343,7 +343,7 @@ def _sum_unit(unit, vector, weight, cut: tl.constexpr):
 def foresee(unit, weight, x, stream, square, out, cut: tl.constexpr):
     """This program's hidden units of the predictor: gelu(weight · x / rms(x)).
 
-    They are few, most programs have one or none: `unit` is the first one's row.
+    They are few, and most programs have at most one: `unit` is the row of the first.
     """
     columns: tl.constexpr = cut.columns
     first, end = share_rows(cut)
@@ -359,7 +359,7 @@ def foresee(unit, weight, x, stream, square, out, cut: tl.constexpr):
 
 @jit
 def load_decider(weight, bias, num_units: tl.constexpr, block: tl.constexpr):
-    """What the predictor sums its hidden units with."""
+    """Load the predictor's output weights and bias."""
     unit = tl.arange(0, block)
     weight_P = tl.load(weight + unit, mask=unit < num_units, other=0.0).to(tl.float32)
     return weight_P, tl.load(bias).to(tl.float32)
@@ -367,7 +367,7 @@ def load_decider(weight, bias, num_units: tl.constexpr, block: tl.constexpr):
 
 @jit
 def decide(foreseen, weight_P, bias, num_units: tl.constexpr, block: tl.constexpr):
-    """1 where the predictor's logit is positive."""
+    """1 if the predictor's logit is positive, else 0."""
     unit = tl.arange(0, block)
     value = tl.load(foreseen + unit, mask=unit < num_units, other=0.0, cache_modifier=".cg")
     return (tl.sum(value * weight_P) + bias > 0).to(tl.int32)
@@ -406,7 +406,7 @@ def activate(tile, weight, x, update, scale_D, norm, hidden, eps, cut: tl.conste
 
 @jit
 def add_update(tile, weight, hidden, update, gate, x, cut: tl.constexpr):
-    """x ← x + gate · (a + MLP) in this program's rows, which nobody else reads in this stage."""
+    """x ← x + gate · (a + MLP) in this program's rows, which no other reads in this stage."""
     first, end = share_rows(cut)
     vector = _load_vector(hidden, None, 0, cut)
     for row in range(first, end, cut.step):

@@ -1,13 +1,13 @@
-"""One token of one sequence through the whole model, in one launch that stays on the device.
+"""One token of one sequence through the whole model, in a single persistent launch.
 
-A decoding step of one sequence is bound by the reading of weights, and then by what lies between
-kernels. Here all programs live as long as the step does. They share out the rows of each product
-and meet at a barrier after it: a block costs five barriers, and one that is skipped costs none,
-because while its predictor is asked the next block's queries and keys are already projected.
+Decoding one sequence is bound first by reading the weights, and then by the gaps between kernels.
+Here all programs live for the whole step. They divide the rows of each product among themselves
+and synchronize at a barrier after it: a block costs five barriers, and a skipped block costs none,
+because the next block's queries and keys are projected while the predictor is evaluated.
 
-Two rules keep the programs together. Whether a block runs is computed by each of them, from the
-same numbers in the same order, so all of them meet at the same barriers. And a buffer is written
-again only after a barrier that lies behind its last reading.
+Two rules keep the programs in step. Each of them computes whether a block runs, from the same
+numbers in the same order, so all of them reach the same barriers. And a buffer is overwritten only
+after a barrier that follows its last read.
 
 Owns the launch and its buffers. Knows nothing of models: it takes stacked tensors and numbers.
 """
@@ -52,7 +52,7 @@ from depthmix.kernels.decode.stages import (
 
 @jit
 def _load_numbers(layer, route_of_layer, lengths, lengths_stride, plan: tl.constexpr):
-    """Which routed block comes after this block, or -1, and how many tokens it holds."""
+    """Load the next block's index among routed blocks, or -1, and its number of stored tokens."""
     following = tl.cast(tl.minimum(layer + 1, plan.num_layers - 1), tl.int64)
     return tl.load(route_of_layer + layer + 1), tl.load(lengths + following * lengths_stride)
 
@@ -125,7 +125,7 @@ def _decode(
     at = tl.load(position)
     phase = phase_table + at * heads.width
     forced = (at < first_tokens).to(tl.int32)
-    # everybody writes the same x, and before the first barrier: nobody need wait for it
+    # every program writes the same x before the first barrier, so none has to wait for it
     embedding += tl.load(token) * plan.width
     for column in range(0, plan.width, plan.block):
         lane = column + tl.arange(0, plan.block)
@@ -133,26 +133,26 @@ def _decode(
         tl.store(x + lane, vector, mask=lane < plan.width)
     tl.debug_barrier()
 
-    # arrivals of each program so far, and whether it has yet to wait for the last one
+    # each program's arrivals so far, and whether it still has to wait for the last one
     stage = 0
     pending = 0
-    # the block whose queries, keys and values stand in `qkv`
+    # the block whose queries, keys and values are in `qkv`
     ready = -1
     alive = 1
     # the first keys and values of the block in `qkv`
     key, value = load_nothing(key_pages, heads), load_nothing(value_pages, heads)
-    # numbers of the blocks to come are asked for a block ahead: addresses wait for them
+    # these numbers are loaded one block ahead, because addresses depend on them
     layer = 0
     route, length = tl.load(route_of_layer), tl.load(lengths)
     next_route, next_length = _load_numbers(layer, route_of_layer, lengths, lengths_stride, plan)
-    # whether it is known that the block runs
+    # whether the block is already known to run
     settled = 0
-    # A block that is kept after it was asked takes a second turn, for its queries and keys: the
-    # same code does for both, because the loop has to fit into the cache of instructions.
+    # A block that turns out to be kept takes a second iteration, for its queries and keys: the same
+    # code serves both, because the loop has to fit into the instruction cache.
     while layer < plan.num_layers:
         kept = 1
         asks = 0
-        # whose queries and keys come next: a block that asks is most often skipped
+        # the block to project next: a block that has to decide is usually skipped
         target = layer
         if plan.selector != "all":
             if plan.early_exit:
@@ -160,12 +160,12 @@ def _decode(
             asks = ((route >= 0) & (settled == 0) & (kept == 1) & (forced == 0)).to(tl.int32)
             ahead = -1
             if plan.selector == "predictor":
-                # behind the last block stand routed ones: there is nothing to project ahead
+                # entries past the last block count as routed: nothing to project ahead
                 ahead = tl.where(next_route < 0, layer + 1, -1)
             target = tl.where(asks == 1, ahead, tl.where(kept == 1, layer, -1))
         wanted = (target >= 0) & (target != ready)
         target_64 = tl.cast(tl.maximum(target, 0), tl.int64)
-        # weights wait for nobody: the first ones are under way while the others arrive
+        # weights depend on nothing: their first loads are in flight while other programs arrive
         w_target = w_qkv + target_64 * qkv_size
         norm_row = norm_attention + target_64 * plan.width
         scale_D = load_norm(norm_row, wanted, qkv_cut)
@@ -193,7 +193,7 @@ def _decode(
         if meets:
             stream, square = load_stream(x, None, qkv_cut)
             if plan.selector == "predictor":  # noqa: SIM102
-                # a row for each block: somebody may still be reading the last one's
+                # one row per block: other programs may still be reading the previous one's
                 if asks == 1:
                     row = foreseen + route_64 * units
                     foresee(unit, w_units, x, stream, square, row, unit_cut)
@@ -210,7 +210,7 @@ def _decode(
                     plan.predictor_block,
                 )
             if wanted:
-                # what is stored already waits for nobody either
+                # keys and values already stored depend on nothing either
                 key, value = load_context(key_pages, value_pages, context, heads)
             wait(counter, stage * plan.num_programs)
             if plan.selector == "predictor":  # noqa: SIM102
@@ -224,7 +224,7 @@ def _decode(
             alive = kept
         settled = kept
         if kept == 0:
-            # not by way of the loop: the next block may be ready, and all wait for it
+            # advance here, not in the next iteration: the next block may be ready to run
             layer += 1
             route, length = next_route, next_length
             next_route, next_length = _load_numbers(
@@ -263,7 +263,7 @@ def _decode(
             w_out = w_attn_out + layer_64 * out_size
             out_tile = load_first_tile(w_out, out_cut)
             wait(counter, stage * plan.num_programs)
-            # everybody has read the length
+            # all programs have read the length
             if program == 0:
                 tl.store(lengths + layer_64 * lengths_stride, length + 1)
 
@@ -288,7 +288,7 @@ def _decode(
             arrive(counter)
             pending = 1
             ready = -1
-            # so that no register holds them until then
+            # frees the registers until the next block
             key, value = load_nothing(key_pages, heads), load_nothing(value_pages, heads)
             settled = 0
             layer += 1
@@ -304,8 +304,8 @@ def _decode(
     stream, square = load_stream(x, None, head_cut)
     ranks = project(head_tile, head, x, stream, square, scale_D, norm, logits, eps, head_cut)
     tl.atomic_max(best, tl.max(ranks), sem="relaxed", scope="gpu")
-    # the last to come here leaves everything as the next launch needs it: all have passed every
-    # barrier, so nobody looks at it any more
+    # the last program to get here resets the state for the next launch: all programs have passed
+    # every barrier, so none reads it any more
     tl.debug_barrier()
     if tl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == plan.num_programs - 1:
         found = find_ranked(tl.load(best, cache_modifier=".cg"))
@@ -318,12 +318,12 @@ def _decode(
 
 
 class DecodeStep:
-    """Decodes one token of one sequence: one launch, no host work, made to be captured.
+    """Decodes one token of one sequence: one launch, no host work, suitable for capture.
 
     Every argument of a call is read on the device, so a captured launch can be replayed after
     the token, the position and the tables were changed in place. `logits` and `told` (the best
-    token, then 1 for each routed block that ran) are overwritten by each call. Two calls of one
-    step must not overlap, and a launch that was broken off leaves a step that cannot be used again.
+    token, then 1 for each routed block that ran) are overwritten by each call. Calls of one step
+    must not overlap, and an aborted launch leaves the step unusable.
     """
 
     def __init__(
@@ -376,14 +376,14 @@ class DecodeStep:
         lengths: Int[Tensor, "L *rows"],
         row: Int[Tensor, " 1"] | None = None,
     ) -> Float[Tensor, " V"]:
-        """Logits of the next token; the keys and values of `token` are stored where it ran.
+        """Return the next token's logits; store the keys and values of `token` in blocks that ran.
 
-        `token` becomes the best one, the first of several, and `position` the next one's: where
-        nobody says otherwise, a replay goes on from there.
-        `table` names each block's pages in order, `lengths` how many tokens are stored in them
-        and counts the new one; both int32, of any stride between blocks. With `row`, they are those
-        of all rows, and it says which is meant. A page for the new token must stand in the table
-        already.
+        `token` is replaced by the best token (the first of equals), and `position` by the next
+        one, so that by default a replay continues from there.
+        `table` lists each block's pages in order; `lengths` holds the number of tokens stored in
+        them, and is incremented. Both are int32, with any stride between blocks. With `row`, they
+        cover all rows, and `row` selects one. The table must already have a page for the new
+        token.
         """
         if table.stride(-1) != 1:
             raise ValueError("table must be contiguous along a block's pages")
@@ -439,7 +439,7 @@ class DecodeStep:
             self.rules.first_tokens,
             plan=self.plan,
             num_warps=self.tuning.num_warps,
-            # tiles are asked for ahead by hand
+            # tiles are prefetched by hand
             num_stages=1,
             **options,
         )
