@@ -30,7 +30,7 @@ from depthmix.nn import Transformer
 
 # seeds of a request's samples lie this far apart: no two requests' samples meet by counting up
 SEED_STRIDE = 0x5DEECE66D
-# requests at a time and tokens of a step, where nobody says: a GPU wants many of both
+# default batch and step sizes: a GPU wants many requests and many tokens
 BATCH_CPU, BATCH_GPU = 8, 256
 CHUNK_CPU, CHUNK_GPU = 512, 8192
 # room for a routed block's tokens, over its capacity: texts use more depth or less
@@ -39,7 +39,7 @@ CACHE_MARGIN = 1.25
 PAGES_AHEAD = 4
 # paths through the routed blocks that are remembered; a model of many blocks has more than memory
 MOST_PATHS = 1 << 16
-# of the memory that is free on a GPU, where nobody says how large the cache is
+# default share of a GPU's free memory that the cache takes
 CACHE_SHARE = 0.5
 
 
@@ -90,7 +90,7 @@ class Engine:
         sequences of the model's longest length at the capacity of its blocks, on a GPU in at most
         half of its free memory. Prompts are computed `chunk_tokens` at a time beside the others'
         tokens. `invariant` computes each request apart, so that its numbers are the same to the
-        last bit whoever else is there; unless given, so on a CPU. `seed` is for requests that name
+        last bit whatever else runs; the default on a CPU. `seed` is for requests that name
         none. `record` keeps decoding steps as CUDA graphs, unless given on a GPU only.
         """
         config = model.config
@@ -145,7 +145,7 @@ class Engine:
         self._meter = DepthMeter(config, chosen)
         self._paths = _KnownPaths()
         self._steps: deque[_Step] = deque()
-        # the first for the books, the second for whoever steps
+        # the first guards the books, the second the one thread that steps
         self._lock, self._stepping = threading.RLock(), threading.Lock()
         self._num_requests = self._num_keys = self._peak_pages = 0
 
@@ -184,7 +184,7 @@ class Engine:
             return [self._finish(key, None, "", (), "cancelled") for key in keys]
 
     def step(self) -> list[Event]:
-        """Compute the next tokens of whoever the scheduler chose, and tell what is new.
+        """Run one step of the requests that the scheduler chose; returns what is new.
 
         If it raises, no token is lost: the next call tries again. A request whose own text cannot
         be decoded ends alone, as failed.
@@ -299,7 +299,7 @@ class Engine:
         if params.stop and self.decode is None:
             raise ValueError("stop strings need text: give the engine a `decode` function")
         max_new = min(params.max_tokens, config.max_seq_len - len(prompt) + 1)
-        # the last token is told and never computed
+        # the last token is returned and never computed
         num_tokens, page_size = len(prompt) + max_new - 1, self.pages.page_size
         room = self.pages.num_pages // config.num_layers * page_size
         if num_tokens > room:
@@ -337,7 +337,7 @@ class Engine:
             for key, start, count, token, logprob, top, taken in zip(*columns, strict=True):
                 track = self._tracks.get(key)
                 if track is None:
-                    # it ended while the step was under way
+                    # it ended while the step was running
                     continue
                 track.trail.add(start, count, taken)
                 if token is None:
@@ -346,7 +346,7 @@ class Engine:
                 try:
                     text, finish = track.take(token, logprob, top)
                 except Exception as error:
-                    # its own affair: the others go on
+                    # only this request fails
                     events.append(self._finish(key, token, "", path, "failed", error))
                     continue
                 if finish is not None:
@@ -454,8 +454,8 @@ def read_prompt(prompt: Prompt) -> list[int]:
 def count_pages(config: ModelConfig, selector: str | None, num_rows: int, page_size: int) -> int:
     """Pages for `num_rows` of the longest sequences, each layer filled as its capacity says.
 
-    With some margin: texts use more depth or less, and whoever came last gives way where all use
-    more. One sequence always has room, whatever it keeps.
+    With some margin: texts use more depth or less, and the newest requests give way where all
+    use more. One sequence always has room, whatever it keeps.
     """
     longest = -(-config.max_seq_len // page_size)
     capacities = dict(zip(config.routed_layers, config.capacities, strict=True))

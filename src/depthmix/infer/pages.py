@@ -1,4 +1,4 @@
-"""Who owns which page of the cache: the books only, no tensors.
+"""Which row owns which page of the cache: bookkeeping only, no tensors.
 
 A page holds `page_size` tokens of one layer of one row. A routed block stores its routed tokens
 only, so the layers of a row have lengths of their own, and how long they become is known only
@@ -84,7 +84,7 @@ class Pages:
         """Tokens of each row whose steps are under way."""
         self.room = np.zeros(num_rows, dtype=np.int64)
         """Tokens that fit behind those in every layer of each row without a new page."""
-        # one more, which nobody gets: whoever looks for free neighbours stops there
+        # a sentinel that is never free: searches for free neighbours stop there
         self._owned = bytearray(num_pages + 1)
         self._owned[num_pages] = 1
         # the same bytes, for many pages at once

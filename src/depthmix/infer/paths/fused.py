@@ -78,7 +78,7 @@ class Step:
         self.inputs = torch.zeros(sum(sizes), device=device, dtype=torch.int32)
         *parts, self.sampled_row = self.inputs.split(sizes)
         self.tokens = Tokens(*parts)
-        # nobody is in it yet; the kernel for one sequence has to have a row
+        # empty; but the kernel for one sequence needs a row
         for rows in (self.tokens.row, self.tokens.chunk_row, self.sampled_row):
             rows.fill_(-1)
         if num_chunks == 1:
@@ -138,7 +138,7 @@ class FusedFlight(NamedTuple):
 
     runner: "FusedRunner"
     plan: Plan
-    """In the order of the step's tokens: whoever is alone comes first."""
+    """In the order of the step's tokens: chunks of one token come first."""
     order: np.ndarray | None
     """The number of each chunk in the plan that was given, where that is another."""
     num_alone: int
@@ -237,14 +237,14 @@ class FusedRunner:
         """The device has its own marks."""
 
     def forget(self) -> None:
-        """A step failed: nobody knows what the device holds."""
+        """A step failed: the device's state is unknown."""
         self._settled.fill(-1)
         self._group, self._lost = None, True
 
     def take_usage(self, row: int) -> Usage:
         """What was computed for the tokens that a row's cache holds.
 
-        Whoever visits a block is stored there, each query sees the keys before it and its own, and
+        A token that visits a block is stored there, each query sees the keys before it and its own, and
         no block has experts: the lengths of the row say it all.
         """
         lengths = self.pages.lengths[row]
@@ -406,7 +406,7 @@ class FusedRunner:
         graph = step.graphs.get(kind)
         if graph is None:
             inputs, lengths = step.inputs.clone(), self.cache.lengths.clone()
-            # nobody is drawn, and whoever is in the step is computed again at the first replay
+            # draw nothing; the step's tokens are computed again at the first replay
             step.sampled_row.fill_(-1)
             graph, _ = record_graph(
                 lambda: self._compute(step, plain, filtered), num_runs=1, pool=self.pool
@@ -462,7 +462,7 @@ class FusedRunner:
         return found[0], found[1]
 
     def read(self, flight: FusedFlight) -> Report:
-        """What the device told of a step that is done."""
+        """The results of a finished step."""
         plan, begins, stage = flight.plan, flight.begins, flight.stage
         num_chunks, num_tokens = len(plan), int(begins[-1] + plan.count[-1])
         taken_RT = stage.taken[:, :num_tokens]
@@ -541,7 +541,7 @@ def _fill(
     rows.fill(-1)
     chunk_row.fill(-1)
     to.fill(-1)
-    # whoever is alone is a chunk of its own; its token may be one that a step under way will draw
+    # a lone token is a chunk of its own; a step still running may yet have to draw it
     alone = zip(tracks[:num_alone], plan.start[:num_alone].tolist(), strict=True)
     given[:num_alone] = [t.tokens[start] if len(t.tokens) > start else -1 for t, start in alone]
     rows[:num_alone] = chunk_row[:num_alone] = plan.row[:num_alone]

@@ -31,7 +31,7 @@ SLACK = 2
 
 
 class Tokens(NamedTuple):
-    """What a step is about, on the device; -1 stands for nobody."""
+    """A step's tokens and chunks, on the device; -1 marks an empty entry."""
 
     given: Int[Tensor, " T"]
     """Each token, or -1 for the newest of its row."""
@@ -119,7 +119,7 @@ class Blocks:
     def run(
         self, tokens: Tokens, taken: Int[Tensor, "R T"], *, num_alone: int, num_chunks: int
     ) -> Float[Tensor, "S V"]:
-        """Logits of the tokens that are asked for; `taken` tells which routed blocks each took.
+        """Logits of the requested tokens; `taken` records which routed blocks each token took.
 
         The first `num_alone` chunks hold a token each, or none; `num_chunks` more may hold many.
         """
@@ -244,10 +244,10 @@ class Blocks:
     def _choose_way(self, tokens: Tokens, num_chunks: int) -> str:
         """How a routed block finds its queries, keys and values.
 
-        With prompts, of those who are kept (`kept`). In a step without them every token is a chunk
-        of its own. All of them take about as long as the kept ones, as long as the weights are
-        read: light weights are read while it is decided who is kept (`beside`), heavier ones first
-        (`all`). But of few tokens (`gather`) most often nobody is kept, and nothing need be read.
+        With prompts, only for kept tokens (`kept`). Without them every token is a chunk of its own,
+        and projecting all tokens takes as long as projecting the kept ones: the time to read the
+        weights. Light weights are read while the router decides (`beside`), heavier ones before it
+        (`all`). With few tokens (`gather`) often none is kept, and nothing has to be read.
         """
         num_tokens = tokens.given.shape[0]
         if num_chunks or num_tokens > min(self.projected.shape[0], self.few.num_rows):
