@@ -579,7 +579,8 @@ class Flights:
         row_of = {key: t.row for key, t in self.alive.items() if t.row is not None}
         key_of = {row: key for key, row in row_of.items()}
         self.pages.released.clear()
-        chunks = list(self.scheduler.plan())
+        plan = self.scheduler.plan()
+        chunks = list(plan)
         for row in self.pages.released:
             key = key_of[row]
             traveller = self.alive[key]
@@ -591,7 +592,8 @@ class Flights:
         assert sum(chunk.count for chunk in chunks) <= self.scheduler.max_step_tokens
         for chunk in chunks:
             self.check_chunk(chunk)
-        self.scheduler.start(chunks)
+        # the plan itself: only then may the next one repeat it
+        self.scheduler.start(plan)
         for chunk in chunks:
             self.alive[chunk.key].num_started += chunk.count
         self.check_books()
@@ -765,6 +767,32 @@ def test_a_token_that_is_not_drawn_yet_is_planned() -> None:
     assert list(scheduler.plan()) == []
     scheduler.remove(0)
     assert scheduler.pages.num_used == 0
+
+
+def test_steps_that_only_decode_repeat_the_last_plan() -> None:
+    """Its columns are the same objects, which is how a runner knows that it has seen them."""
+    scheduler = make_simulation(num_pages=32).scheduler
+    for key in range(2):
+        scheduler.add(key, 3, 4 + key)
+    plans = [scheduler.plan()]
+    scheduler.start(plans[0])
+    for number in range(1, 6):
+        plans.append(scheduler.plan())
+        scheduler.start(plans[-1])
+        settled = plans[number - 1]
+        scheduler.settle(settled, [[1, 1]] * len(settled))
+        if number < 5:
+            scheduler.append(*settled.key.tolist())
+    first, *repeated, last = plans[1:]
+    assert [plan.start.tolist() for plan in plans[1:]] == [[3, 3], [4, 4], [5, 5], [6, 6], [7]]
+    for plan in repeated:
+        assert plan.row is first.row
+        assert plan.key is first.key
+    # the first sequence had its last token
+    assert last.key.tolist() == [1]
+    # a new sequence is planned beside the others
+    scheduler.add(2, 3, 1)
+    assert scheduler.plan().key.tolist() == [2]
 
 
 def test_nobody_under_way_gives_way() -> None:

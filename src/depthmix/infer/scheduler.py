@@ -290,10 +290,10 @@ class Scheduler:
         ones = np.ones(len(chosen), dtype=np.int64)
         plan = Plan(self._key[chosen], chosen, self._num_started[chosen], ones, ones.astype(bool))
         if not chunks:
-            if len(chosen) == len(rows) and not self._waiting:
+            if 0 < len(chosen) == len(rows) and not self._waiting:
                 # until one of them ends, each step decodes the next tokens of the same rows
                 self._repeated, self._was_started = plan, False
-                self._num_repeats = int((self._max_known[rows] - start).min(initial=1)) - 1
+                self._num_repeats = int((self._max_known[rows] - start).min()) - 1
             return plan
         more = Plan.gather(chunks)
         return Plan(*map(np.concatenate, zip(plan.columns, more.columns, strict=True)))

@@ -244,8 +244,8 @@ class FusedRunner:
     def take_usage(self, row: int) -> Usage:
         """What was computed for the tokens that a row's cache holds.
 
-        A token that visits a block is stored there, each query sees the keys before it and its own, and
-        no block has experts: the lengths of the row say it all.
+        A token that visits a block is stored there, each query sees the keys before it and its own,
+        and no block has experts: the lengths of the row say it all.
         """
         lengths = self.pages.lengths[row]
         num_visits, num_routed = int(lengths.sum()), int(lengths[self.routed_layers].sum())
