@@ -270,6 +270,8 @@ def is_loopback(host: str) -> bool:
 
 def bind_socket(host: str, port: int) -> socket.socket:
     """A socket at an address; asks early, before the model takes its time to load."""
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"--port {port} must lie between 0 and 65535")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -279,10 +281,9 @@ def bind_socket(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.set_inheritable(True)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
-        why = getattr(error, "strerror", None) or error
-        raise ValueError(f"cannot listen at {host}:{port}: {why}") from error
+        raise ValueError(f"cannot listen at {host}:{port}: {error.strerror}") from error
     return listener
 
 

@@ -113,7 +113,8 @@ class WishShape(BaseModel):
             raise PydanticCustomError(
                 "unsupported",
                 "the parameter '{name}' is not supported: leave it out",
-                {"name": str(unknown)[:100]},
+                # half of a pair of characters is a name in JSON, and breaks what shows it
+                {"name": str(unknown)[:100].encode("utf-8", "replace").decode()},
             )
         return given
 
