@@ -89,7 +89,8 @@ class HeldEngine(Engine):
 
     def __init__(self, **options: Any) -> None:
         decode = Vocabulary(make_tokenizer(), END).decode
-        super().__init__(make_network(), decode=decode, **{"max_batch": 4, "seed": 0, **options})
+        options = {"max_batch": 4, "seed": 0, **options}
+        super().__init__(make_network(), decode=decode, **options)
         self.gate = threading.Semaphore(0)
         self.is_held, self.num_steps = False, 0
         self.fail: Callable[[int], None] = lambda step: None

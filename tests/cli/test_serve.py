@@ -77,4 +77,4 @@ def test_help_loads_neither_torch_nor_the_extra() -> None:
         "import sys; sys.argv = ['depthmix', 'serve', '--help'];"
         "from depthmix.cli import main; main()"
     )
-    assert not loaded & {"torch", "fastapi", "uvicorn", "pydantic", "prometheus_client"}
+    assert not loaded & {"torch", "fastapi", "uvicorn", "prometheus_client"}

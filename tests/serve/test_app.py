@@ -43,7 +43,13 @@ async def read_error(server: Opened, path: str, **body: Any) -> tuple[int, dict[
 
 def test_a_completion_is_what_the_engine_generates() -> None:
     async def scene() -> None:
-        wish = {"max_tokens": 12, "seed": 5, "temperature": 0.9, "top_p": 0.9, "top_k": 50}
+        wish: dict[str, Any] = {
+            "max_tokens": 12,
+            "seed": 5,
+            "temperature": 0.9,
+            "top_p": 0.9,
+            "top_k": 50,
+        }
         wish |= {"min_p": 0.001, "repetition_penalty": 1.1, "n": 2}
         truth = generate(**wish)
         async with open_service() as server:
@@ -320,9 +326,9 @@ def test_models_health_and_metrics() -> None:
 def test_preemptions_are_counted() -> None:
     async def scene() -> None:
         # room for one long sequence, and two that want to grow
-        engine = HeldEngine(max_batch=2, cache_tokens=128)
+        engine = HeldEngine(max_batch=2, cache_tokens=64)
         async with open_service(engine=engine) as server:
-            wish = {"max_tokens": 100, "ignore_eos": True, "seed": 1}
+            wish = {"max_tokens": 50, "ignore_eos": True, "seed": 1}
             await server.complete(prompt=["a", "b"], **wish)
             lines = (await server.client.get("/metrics")).text.splitlines()
             (value,) = [
@@ -617,13 +623,13 @@ def test_many_clients_of_whom_half_leave_leak_nothing() -> None:
 
             async def call(number: int) -> None:
                 leaves = number % 2 == 0
-                size = 60 if leaves else 8
+                size = 40 if leaves else 3
                 wish = {"prompt": "a" * dice.randrange(1, 60), "max_tokens": size, "n": 2}
                 wish |= {"stream": dice.random() < 0.5, "ignore_eos": True, "seed": number}
                 caller = Caller(server.app, "/v1/completions", **wish)
                 callers.append((caller, leaves))
                 if leaves:
-                    num_steps = engine.num_steps + dice.randrange(0, 40)
+                    num_steps = engine.num_steps + dice.randrange(0, 30)
                     await server.wait_for(
                         lambda: engine.num_steps >= num_steps or caller.task.done()
                     )

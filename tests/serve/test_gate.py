@@ -149,7 +149,7 @@ def test_other_sites_pages_may_call_only_where_they_are_named() -> None:
 @pytest.mark.parametrize("kind", ["websocket", "else"])
 def test_nothing_but_http_is_answered(kind: str) -> None:
     async def scene() -> None:
-        async def fail(*_: Any) -> None:
+        async def fail(*_: Any) -> Any:
             raise AssertionError("nobody comes in")
 
         await Gate(fail, Limits())({"type": kind}, fail, fail)

@@ -141,6 +141,8 @@ class Worker:
         self._prompts: dict[int, _Prompt] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
+        # the state is changed from both sides
+        self._entering = threading.Lock()
         # a load cannot be interrupted, and must not keep a process that wants to end
         self._thread = threading.Thread(target=self._run, name="depthmix-engine", daemon=True)
 
@@ -195,9 +197,10 @@ class Worker:
 
     def drain(self) -> None:
         """Take no more requests; those that were taken go on."""
-        if self.state in ("loading", "ready"):
-            self.state = "draining"
-            self._changed.set()
+        with self._entering:
+            if self.state in ("loading", "ready"):
+                self.state = "draining"
+        self._changed.set()
 
     async def stop(self) -> None:
         """End the thread, and whatever it has not finished."""
@@ -217,7 +220,6 @@ class Worker:
             while self._take_orders():
                 if self.engine.has_work:
                     self._step(self.engine)
-                self._show()
             self._enter("stopped")
         except BaseException as error:
             # whatever it is: nobody must wait for a thread that is gone
@@ -229,9 +231,10 @@ class Worker:
             self._turn_away(UnavailableError(SORRY[self.state]))
 
     def _enter(self, state: State) -> None:
-        # who drains meanwhile does not become ready again
-        if not (state == "ready" and self.state == "draining"):
-            self.state = state
+        with self._entering:
+            # who drains meanwhile does not become ready again
+            if not (state == "ready" and self.state == "draining"):
+                self.state = state
         self._post([])
 
     def _take_orders(self) -> bool:
@@ -249,7 +252,6 @@ class Worker:
                 self._add(self.engine, order.job)
             else:
                 self._cancel(self.engine, order.job)
-                self._show()
 
     def _add(self, engine: Engine, job: Job) -> None:
         added: list[int] = []
@@ -267,10 +269,10 @@ class Worker:
             else:
                 logger.exception("a request could not be added")
                 problem = FailedError(tell_failure(error))
-            self._post([(job, problem)])
+            self._report([(job, problem)])
             return
         self.metrics.tokens_in.inc(sum(map(len, job.prompts)))
-        self._post([(job, None)])
+        self._report([(job, None)])
 
     def _cancel(self, engine: Engine, job: Job) -> None:
         requests = [key for key, prompt in self._prompts.items() if prompt.job is job]
@@ -292,7 +294,7 @@ class Worker:
         else:
             if events:
                 self.num_failures, self.last_failure = 0, None
-                self._pass_on(events)
+            self._pass_on(events)
 
     def _fail_oldest(self, engine: Engine, num_rows: int, problem: ServeError) -> None:
         """End the requests of so many samples, but one at least: so there is always progress.
@@ -310,7 +312,7 @@ class Worker:
                 # if this raises too, the engine is broken
                 engine.cancel(request)
                 del self._prompts[request]
-        self._post([(job, problem) for job in jobs])
+        self._report([(job, problem) for job in jobs])
 
     def _pass_on(self, events: Sequence[Event]) -> None:
         """Hand events to their requests, all at once: a call for each would cost too much."""
@@ -340,7 +342,13 @@ class Worker:
             if not prompt.num_left:
                 del self._prompts[event.request]
         metrics.tokens_out.inc(num_tokens)
-        self._post(news)
+        self._report(news)
+
+    def _report(self, news: Sequence[_News]) -> None:
+        """Hand over news; whoever has heard them finds the numbers that belong to them."""
+        self._show()
+        if news:
+            self._post(news)
 
     def _show(self) -> None:
         assert self.engine is not None
