@@ -6,11 +6,20 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from depthmix.infer import Engine, Sample, SamplingParams
 from depthmix.models import Vocabulary
 from depthmix.models.chat import render_chat
 from depthmix.serve.limits import Limits
+from depthmix.serve.shapes import (
+    ChatWish,
+    CompletionWish,
+    DetokenizeWish,
+    TokenizeWish,
+    WishShape,
+)
 from served_models import (
     CHAT,
     END,
@@ -448,6 +457,65 @@ def test_hostile_bodies_are_refused(body: bytes) -> None:
             await server.complete(prompt="a", max_tokens=1)
 
     play(scene())
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 300)
+    | st.sampled_from([2**31, -(2**63), 2**63, 10**40])
+    | st.floats()
+    | st.text(st.characters(), max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+MESSAGE = st.fixed_dictionaries(
+    {}, optional={"role": st.sampled_from(["user", "system", "tool"]) | VALUES, "content": VALUES}
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        ("/v1/completions", CompletionWish),
+        ("/v1/chat/completions", ChatWish),
+        ("/tokenize", TokenizeWish),
+        ("/detokenize", DetokenizeWish),
+    ],
+)
+def test_no_body_makes_the_server_fail(path: str, shape: type[WishShape]) -> None:
+    # some tokens are enough, and a wish for all of them would take its time
+    names = [name for name in shape.model_fields if name not in ("max_tokens", "messages")]
+    bodies = st.dictionaries(st.sampled_from(names) | st.text(max_size=4), VALUES, max_size=3)
+    messages = st.lists(MESSAGE, max_size=2)
+
+    @settings(max_examples=12)
+    @given(st.lists(st.tuples(bodies, messages, VALUES), min_size=8, max_size=8))
+    def check(wishes: list[tuple[dict[str, Any], Any, Any]]) -> None:
+        async def scene() -> None:
+            async with open_service(engine=engine) as server:
+                for body, told, prompt in wishes:
+                    if "max_tokens" in shape.model_fields:
+                        body = {"max_tokens": 2, **body}
+                    if "messages" in shape.model_fields and told:
+                        body = {"messages": told, **body}
+                    if "prompt" in shape.model_fields:
+                        body = {"prompt": prompt, **body}
+                    answer = await server.client.post(
+                        path,
+                        content=json.dumps(body),
+                        headers={"Content-Type": "application/json"},
+                    )
+                    assert answer.status_code in (200, 400, 404), (body, answer.text)
+                    if answer.status_code != 200:
+                        assert answer.json()["error"]["message"]
+
+        play(scene())
+
+    engine = HeldEngine()
+    check()
 
 
 def test_unknown_paths_and_methods_have_the_same_shape() -> None:

@@ -280,7 +280,6 @@ def bind_socket(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.set_inheritable(True)
     except OSError as error:
         listener.close()
         raise ValueError(f"cannot listen at {host}:{port}: {error.strerror}") from error
