@@ -6,9 +6,7 @@ it is run. Does not know where a model or a tokenizer comes from.
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import partial
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,6 @@ import datasets
 import jinja2
 import torch
 import yaml
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval import evaluator, simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
@@ -27,6 +24,7 @@ from depthmix.eval.perplexity import pad_rows, score_rows
 from depthmix.eval.trace import Window
 from depthmix.infer import Engine, SamplingParams
 from depthmix.models import Chat, begin_document
+from depthmix.models.chat import render_chat
 from depthmix.nn import Transformer
 from depthmix.nn.losses import IGNORE
 
@@ -208,28 +206,6 @@ def run_tasks(
         raise ValueError(f"a template does not fit its data: {error}") from error
     assert results is not None
     return {name: _keep_numbers(values) for name, values in results["results"].items()}
-
-
-def render_chat(
-    chat: Chat, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
-) -> str:
-    """A template's text for some messages, in a sandbox and with the names that templates use."""
-
-    def refuse(reason: str) -> None:
-        raise jinja2.TemplateError(reason)
-
-    sandbox = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    return sandbox.from_string(chat.template).render(
-        messages=messages,
-        add_generation_prompt=add_generation_prompt,
-        bos_token=chat.bos_token or "",
-        eos_token=chat.eos_token or "",
-        raise_exception=refuse,
-        strftime_now=lambda form: datetime.now().strftime(form),
-    )
 
 
 def list_own_tasks() -> dict[str, Path]:

@@ -1,15 +1,20 @@
 """How a model that was taught to answer is talked to: its chat template, and what ends an answer.
 
-Owns the file that keeps it in a run's folder, and where a Hugging Face folder has it. Templates are
-text to us: they are carried along and never run.
+Owns the file that keeps it in a run's folder, where a Hugging Face folder has it, and how messages
+become a prompt: a template is somebody else's program, and is run in a sandbox only.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from depthmix.files import parse_json, replace_file
+
+if TYPE_CHECKING:
+    import jinja2
 
 CHAT_FILE = "chat.json"
 TEMPLATE_FILE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -55,6 +60,36 @@ def find_chat(folder: Path) -> Chat | None:
     tree = _read(folder / TOKENIZER_CONFIG)
     named = {name: _read_token(tree.get(name)) for name in ("bos_token", "eos_token")}
     return Chat(template, next(_list_endings(folder), ()), **named)
+
+
+def render_chat(
+    chat: Chat, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+) -> str:
+    """A template's text for some messages, in a sandbox and with the names that templates use."""
+    return _compile_template(chat.template).render(
+        messages=messages,
+        add_generation_prompt=add_generation_prompt,
+        bos_token=chat.bos_token or "",
+        eos_token=chat.eos_token or "",
+        strftime_now=lambda form: datetime.now().strftime(form),
+    )
+
+
+# a server asks for the same one with every conversation
+@lru_cache(maxsize=8)
+def _compile_template(template: str) -> "jinja2.Template":
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(reason: str) -> None:
+        raise jinja2.TemplateError(reason)
+
+    sandbox = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    sandbox.globals |= {"raise_exception": refuse}  # pyrefly: ignore
+    return sandbox.from_string(template)
 
 
 def _find_template(folder: Path) -> str | None:

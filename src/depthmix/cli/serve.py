@@ -1,0 +1,145 @@
+"""The verb that serves a model over HTTP."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from depthmix.cli.arguments import (
+    Checkpoint,
+    Device,
+    ModelPath,
+    PlainCommand,
+    TokenizerPlace,
+    app,
+    check_device,
+    tell_missing,
+)
+
+
+@app.command(cls=PlainCommand)
+def serve(
+    model: ModelPath,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; others than loopback need a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="What clients call the model.", show_default="its folder")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with the key that clients must send.", show_default="DEPTHMIX_API_KEY"
+        ),
+    ] = None,
+    no_auth: Annotated[
+        bool, typer.Option("--no-auth", help="Listen to others without a key.")
+    ] = False,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A site whose pages may call; may be repeated.", metavar="URL"),
+    ] = None,
+    selector: Annotated[
+        str | None,
+        typer.Option(
+            help="Who decides over depth: predictor, router, or all to skip nothing.",
+            show_default="the trained head",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Most samples at a time.", show_default="8 on a CPU, 256 on a GPU"),
+    ] = None,
+    cache_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Room for tokens that go through every block.",
+            show_default="the batch, in half of the free memory",
+        ),
+    ] = None,
+    max_queue: Annotated[int, typer.Option(help="Most samples that wait; more get 429.")] = 256,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(help="Longest prompt.", show_default="what the model takes")
+    ] = None,
+    max_n: Annotated[int, typer.Option(help="Most samples of one prompt.")] = 16,
+    max_samples: Annotated[int, typer.Option(help="Most samples of one request.")] = 128,
+    max_body_bytes: Annotated[int, typer.Option(help="Largest body of a request.")] = 4 << 20,
+    max_connections: Annotated[int, typer.Option(help="Most connections; more get 503.")] = 512,
+    header_seconds: Annotated[float, typer.Option(help="Time for a request's head.")] = 10.0,
+    body_seconds: Annotated[float, typer.Option(help="Time for a request's body.")] = 30.0,
+    idle_seconds: Annotated[
+        float, typer.Option(help="Time that a connection may wait between requests.")
+    ] = 75.0,
+    write_seconds: Annotated[
+        float, typer.Option(help="Time that a client may leave an answer unread.")
+    ] = 60.0,
+    drain_seconds: Annotated[
+        float, typer.Option(help="Time for requests to finish after SIGTERM.")
+    ] = 30.0,
+    checkpoint: Checkpoint = None,
+    tokenizer: TokenizerPlace = None,
+    device: Device = None,
+) -> None:
+    """Serve a model over HTTP, in the shapes of OpenAI's interface.
+
+    It answers at /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health
+    and /metrics. SIGTERM or Ctrl-C lets running requests finish.
+
+    \b
+    For example:
+      depthmix serve runs/demo-20261115-142233
+      depthmix serve runs/demo-20261115-142233 --host 0.0.0.0 --api-key-file key.txt
+    """
+    # what can be wrong is asked before torch takes its seconds to load
+    check_device(device)
+    for option, value in (("--batch", batch), ("--cache-tokens", cache_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} {value} must be at least 1")
+    with tell_missing("serve"):
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    from depthmix.serve.limits import Limits
+
+    limits = Limits(
+        max_body_bytes=max_body_bytes,
+        max_prompt_tokens=max_prompt_tokens,
+        max_n=max_n,
+        max_samples=max_samples,
+        max_queue=max_queue,
+        max_connections=max_connections,
+        header_seconds=header_seconds,
+        body_seconds=body_seconds,
+        idle_seconds=idle_seconds,
+        write_seconds=write_seconds,
+        drain_seconds=drain_seconds,
+    )
+    from depthmix.models import open_model
+    from depthmix.serve.server import check_exposure, load_engine, read_key, serve_model
+
+    key = read_key(api_key_file)
+    check_exposure(host, key, no_auth=no_auth)
+    opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)
+    problem = opened.config.find_selector_problem(selector)
+    if problem is not None:
+        raise ValueError(f"--selector {selector}: {problem}")
+    load = partial(
+        load_engine,
+        opened,
+        device=device,
+        selector=selector,
+        max_batch=batch,
+        cache_tokens=cache_tokens,
+    )
+    serve_model(
+        opened,
+        host=host,
+        port=port,
+        name=name,
+        key=key,
+        origins=cors_origin or (),
+        limits=limits,
+        load=load,
+    )

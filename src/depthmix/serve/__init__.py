@@ -1,0 +1,15 @@
+"""A model behind HTTP, in the shapes of OpenAI's interface.
+
+    limits     every limit and its default
+    problems   what a client is told when something is wrong
+    shapes     requests and answers as they travel
+    metrics    counts and times for Prometheus
+    worker     the one thread that owns the engine
+    answers    the engine's events as answers
+    gate       keys, hosts, and the size and pace of a body
+    app        the routes
+    server     sockets, slow connections, signals
+
+The libraries are an extra: `pip install 'depthmix[serve]'`. Knows the engine's interface, and
+nothing of networks or of training.
+"""

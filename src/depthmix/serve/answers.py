@@ -1,0 +1,287 @@
+"""The engine's events as answers: whole ones, and streams of pieces.
+
+Owns how samples become choices, usage and paths, and how a token is spelled. Knows neither routes
+nor the engine's thread.
+"""
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel
+
+from depthmix.config import ModelConfig
+from depthmix.infer import Event, Sample
+from depthmix.infer.depth import Path
+from depthmix.models import Chat, Vocabulary
+from depthmix.serve.problems import FailedError
+from depthmix.serve.shapes import (
+    AssistantMessage,
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatDelta,
+    ChatLogprobs,
+    CompletionAnswer,
+    CompletionChoice,
+    CompletionLogprobs,
+    DepthUsage,
+    SamplingShape,
+    StepPath,
+    TokenLogprob,
+    TokenPaths,
+    TokenUsage,
+    TopLogprob,
+)
+
+REPLACEMENT = "\ufffd"
+
+
+class ServedModel(NamedTuple):
+    """What answers need to know of a model."""
+
+    name: str
+    config: ModelConfig
+    vocabulary: Vocabulary
+    chat: Chat | None
+    created: int
+    """When it was loaded, in seconds since 1970."""
+
+    def spell(self, token: int) -> str:
+        """A token's text; one that is only a part of a character is told by its number."""
+        text = self.vocabulary.decode([token])
+        return f"token_id:{token}" if REPLACEMENT in text else text
+
+
+class Draft(ABC):
+    """An answer while its samples come. Subclasses say what shape it has."""
+
+    prefix: str
+
+    def __init__(self, model: ServedModel, wish: SamplingShape, prompts: list[list[int]]) -> None:
+        self.model, self.wish, self.prompts = model, wish, prompts
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        num = len(prompts) * wish.n
+        self.samples: list[Sample | None] = [None] * num
+        self.starts: list[list[int]] = [[] for _ in range(num)]
+        """Of each choice, how much text was certain when each of its tokens came."""
+        self._num_chars = [0] * num
+
+    def take(self, choice: int, event: Event) -> None:
+        """Note what an event tells."""
+        if event.token is not None:
+            self.starts[choice].append(self._num_chars[choice])
+        self._num_chars[choice] += len(event.text)
+        if event.result is not None:
+            if event.result.finish == "failed":
+                raise FailedError("the text of this request could not be decoded")
+            self.samples[choice] = event.result
+
+    def list_samples(self) -> list[Sample]:
+        """All of them; each has ended."""
+        return [sample for sample in self.samples if sample is not None]
+
+    def sum_usage(self) -> TokenUsage:
+        """What prompts and samples used; a prompt counts once, but its compute with each sample."""
+        depths = [sample.depth for sample in self.list_samples()]
+        num_in = sum(map(len, self.prompts))
+        num_out = sum(len(sample.tokens) for sample in self.list_samples())
+        flops = sum(depth.flops for depth in depths)
+        return TokenUsage(
+            prompt_tokens=num_in,
+            completion_tokens=num_out,
+            total_tokens=num_in + num_out,
+            depth=DepthUsage(
+                blocks_executed=sum(depth.num_visits for depth in depths),
+                blocks=sum(depth.num_visits_dense for depth in depths),
+                flops=flops,
+                flops_saved=sum(depth.dense_flops for depth in depths) - flops,
+            ),
+        )
+
+    def list_paths(self, choice: int) -> TokenPaths | None:
+        """Every token's path, where they were asked for."""
+        sample = self.samples[choice]
+        if not self.wish.depth or sample is None:
+            return None
+        num_prompt = len(self.prompts[choice // self.wish.n])
+        told = [tell_path(path) for path in sample.depth.blocks]
+        own: list[str | None] = [*told[num_prompt:]]
+        own += [None] * (len(sample.tokens) - len(own))
+        return TokenPaths(
+            routed_blocks=list(self.model.config.routed_layers),
+            prompt=told[:num_prompt],
+            completion=own[: len(sample.tokens)],
+        )
+
+    def tell_step(self, event: Event) -> StepPath | None:
+        """A token's place in a stream, where paths were asked for."""
+        if not self.wish.depth or event.token is None:
+            return None
+        return StepPath(token=event.token, previous=tell_path(event.path))
+
+    @abstractmethod
+    def finish(self) -> BaseModel:
+        """The whole answer."""
+
+    @abstractmethod
+    def start_stream(self) -> Iterator[BaseModel]:
+        """What is told before the first token."""
+
+    @abstractmethod
+    def continue_stream(self, choice: int, event: Event) -> BaseModel | None:
+        """An event's piece; None where it has nothing to tell yet."""
+
+    @abstractmethod
+    def end_stream(self) -> BaseModel:
+        """The piece that tells what was used."""
+
+
+class CompletionDraft(Draft):
+    """A text that goes on."""
+
+    prefix = "cmpl"
+
+    def __init__(
+        self,
+        model: ServedModel,
+        wish: SamplingShape,
+        prompts: list[list[int]],
+        echoes: Sequence[str] | None = None,
+    ) -> None:
+        """`echoes` are the prompts' texts, where they are told again."""
+        super().__init__(model, wish, prompts)
+        self.echoes = echoes
+
+    def finish(self) -> CompletionAnswer:
+        choices = [
+            CompletionChoice(
+                index=index,
+                text=self._echo(index) + (sample.text or ""),
+                logprobs=self._list_logprobs(index, sample),
+                finish_reason=tell_finish(sample),
+                depth=self.list_paths(index),
+            )
+            for index, sample in enumerate(self.list_samples())
+        ]
+        return self._make(choices, self.sum_usage())
+
+    def start_stream(self) -> Iterator[CompletionAnswer]:
+        if self.echoes is not None:
+            for index in range(len(self.samples)):
+                yield self._make([CompletionChoice(index=index, text=self._echo(index))])
+
+    def continue_stream(self, choice: int, event: Event) -> CompletionAnswer | None:
+        depth = self.tell_step(event)
+        if not event.text and event.result is None and depth is None:
+            return None
+        finish = None if event.result is None else tell_finish(event.result)
+        piece = CompletionChoice(index=choice, text=event.text, finish_reason=finish, depth=depth)
+        return self._make([piece])
+
+    def end_stream(self) -> CompletionAnswer:
+        return self._make([], self.sum_usage())
+
+    def _make(
+        self, choices: list[CompletionChoice], usage: TokenUsage | None = None
+    ) -> CompletionAnswer:
+        name = self.model.name
+        return CompletionAnswer(
+            id=self.id, created=self.created, model=name, choices=choices, usage=usage
+        )
+
+    def _echo(self, index: int) -> str:
+        return "" if self.echoes is None else self.echoes[index // self.wish.n]
+
+    def _list_logprobs(self, index: int, sample: Sample) -> CompletionLogprobs | None:
+        if sample.logprobs is None:
+            return None
+        spell = self.model.spell
+        tops = None
+        if sample.top_logprobs is not None:
+            # the best first; of two that are spelled alike, the better one stays
+            tops = [
+                dict(reversed({spell(t): p for t, p in reversed(place)}.items()))
+                for place in sample.top_logprobs
+            ]
+        return CompletionLogprobs(
+            tokens=[spell(token) for token in sample.tokens],
+            token_logprobs=list(sample.logprobs),
+            top_logprobs=tops,
+            text_offset=self.starts[index],
+        )
+
+
+class ChatDraft(Draft):
+    """An answer in a conversation."""
+
+    prefix = "chatcmpl"
+
+    def finish(self) -> ChatAnswer:
+        return ChatAnswer(
+            id=self.id,
+            created=self.created,
+            model=self.model.name,
+            choices=[
+                ChatChoice(
+                    index=index,
+                    message=AssistantMessage(content=sample.text or ""),
+                    logprobs=self._list_logprobs(sample),
+                    finish_reason=tell_finish(sample),
+                    depth=self.list_paths(index),
+                )
+                for index, sample in enumerate(self.list_samples())
+            ],
+            usage=self.sum_usage(),
+        )
+
+    def start_stream(self) -> Iterator[ChatChunk]:
+        for index in range(len(self.samples)):
+            yield self._make([ChatDelta(index=index, delta={"role": "assistant", "content": ""})])
+
+    def continue_stream(self, choice: int, event: Event) -> ChatChunk | None:
+        depth = self.tell_step(event)
+        if not event.text and event.result is None and depth is None:
+            return None
+        finish = None if event.result is None else tell_finish(event.result)
+        delta: dict[Literal["role", "content"], str] = {"content": event.text} if event.text else {}
+        return self._make([ChatDelta(index=choice, delta=delta, finish_reason=finish, depth=depth)])
+
+    def end_stream(self) -> ChatChunk:
+        return self._make([], self.sum_usage())
+
+    def _make(self, choices: list[ChatDelta], usage: TokenUsage | None = None) -> ChatChunk:
+        name = self.model.name
+        return ChatChunk(id=self.id, created=self.created, model=name, choices=choices, usage=usage)
+
+    def _list_logprobs(self, sample: Sample) -> ChatLogprobs | None:
+        if sample.logprobs is None:
+            return None
+        tops = sample.top_logprobs or ((),) * len(sample.tokens)
+        return ChatLogprobs(
+            content=[
+                TokenLogprob(
+                    **self._tell_token(token, logprob),
+                    top_logprobs=[TopLogprob(**self._tell_token(*other)) for other in place],
+                )
+                for token, logprob, place in zip(sample.tokens, sample.logprobs, tops, strict=True)
+            ]
+        )
+
+    def _tell_token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.model.vocabulary.decode([token])
+        known = None if REPLACEMENT in text else list(text.encode())
+        return {"token": self.model.spell(token), "logprob": logprob, "bytes": known}
+
+
+def tell_path(path: Path) -> str:
+    """A 1 for each routed block that a token went through, a 0 for each that it skipped."""
+    return "".join("1" if taken else "0" for taken in path)
+
+
+def tell_finish(sample: Sample) -> Literal["stop", "length"]:
+    """Why a sample ended."""
+    return "stop" if sample.finish == "stop" else "length"

@@ -1,0 +1,153 @@
+"""Who comes in, and with how much: the key, the host's name, and the size and pace of a body.
+
+Stands before the routes, so that nothing of a request is read that is not wanted. Knows nothing of
+what is asked.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import json
+from collections.abc import Collection
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from depthmix.serve.limits import Limits
+from depthmix.serve.problems import ServeError, StatusError
+
+# whoever watches the process needs no key to ask whether it lives
+OPEN_PATHS = frozenset({"/health"})
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
+
+
+class Gate:
+    """Lets requests through to `app` that may come in, each with its whole body."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits,
+        *,
+        key: str | None = None,
+        hosts: Collection[str] | None = None,
+    ) -> None:
+        """`key` is what clients must show; `hosts` the names by which they may call the server.
+
+        A page in a browser can make the name of its own host mean this machine: where no key is
+        asked for, only the names of this machine are answered.
+        """
+        self.app, self.limits, self.hosts = app, limits, hosts
+        self._key = None if key is None else _digest(key.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            # there are no web sockets here; a lifespan is the app's own
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        try:
+            self._check_host(headers)
+            if scope["path"] not in OPEN_PATHS:
+                self._check_key(headers)
+            if scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
+                body = await self._read_body(headers, receive)
+                if body is None:
+                    return
+                receive = _replay(body, receive)
+        except ServeError as problem:
+            response = answer_problem(problem)
+            # what is left of the body is not read
+            response.headers["Connection"] = "close"
+            await response(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        if self.hosts is None:
+            return
+        name = _cut_port(headers.get(b"host", b"").decode("latin-1")).lower()
+        if name not in self.hosts:
+            raise StatusError(
+                403, "this server answers to the names of its own machine only", code="wrong_host"
+            )
+
+    def _check_key(self, headers: dict[bytes, bytes]) -> None:
+        if self._key is None:
+            return
+        scheme, _, shown = headers.get(b"authorization", b"").partition(b" ")
+        # digests have one length, and are compared in a time that does not depend on them
+        fits = hmac.compare_digest(_digest(shown.strip()), self._key)
+        if scheme.lower() != b"bearer" or not fits:
+            raise StatusError(
+                401,
+                "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+            )
+
+    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+        """All of the body; None where the client has gone."""
+        most = self.limits.max_body_bytes
+        length = headers.get(b"content-length", b"0")
+        too_large = StatusError(
+            413, f"the body is larger than {most:,} bytes: send less", code="body_too_large"
+        )
+        if length.isdigit() and (len(length) > 18 or int(length) > most):
+            raise too_large
+        parts, size, more = [], 0, True
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > most:
+                        raise too_large
+                    parts.append(part)
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise StatusError(408, "the body took too long to arrive", code="timeout") from None
+        return b"".join(parts)
+
+
+class PlainJSON(Response):
+    """JSON text that is encoded whatever characters are in it."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """A character that UTF-8 has not, half of a pair, becomes a question mark."""
+        return content.encode("utf-8", "replace")
+
+
+def answer_problem(problem: ServeError) -> Response:
+    """A problem as an answer."""
+    text = json.dumps(problem.tell(), ensure_ascii=False)
+    return PlainJSON(text, status_code=problem.status, headers=problem.headers)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The body at once, then whatever else comes: that the client has gone."""
+    is_told = False
+
+    async def read() -> Message:
+        nonlocal is_told
+        if is_told:
+            return await receive()
+        is_told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return read
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _cut_port(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdigit() else host

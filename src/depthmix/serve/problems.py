@@ -1,0 +1,70 @@
+"""What a client is told when something is wrong: a sentence, in the shape of OpenAI's errors.
+
+Owns the kinds of problems and their status codes. A sentence says what to do, and nothing of the
+server's inside: that goes to its log.
+"""
+
+from typing import Any
+
+RETRY_SECONDS = 1
+
+
+class ServeError(Exception):
+    """An answer that is an error."""
+
+    status = 500
+    kind = "server_error"
+    code: str | None = None
+    outcome = "failed"
+    """As it is counted."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.param = message, param
+        self.code = code if code is not None else type(self).code
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What goes with it."""
+        return {"Retry-After": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
+
+    def tell(self) -> dict[str, Any]:
+        """The body of the answer."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+class RefusedError(ServeError):
+    """The request cannot be done, now or later."""
+
+    status, kind, outcome = 400, "invalid_request_error", "refused"
+
+
+class StatusError(RefusedError):
+    """A refusal with a status of its own."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.status = status
+
+
+class BusyError(ServeError):
+    """Too many requests wait already."""
+
+    status, kind, code, outcome = 429, "rate_limit_error", "queue_full", "overloaded"
+
+
+class UnavailableError(ServeError):
+    """The server loads, drains or is broken."""
+
+    status, kind, code, outcome = 503, "service_unavailable", "unavailable", "unavailable"
+
+
+class FailedError(ServeError):
+    """The engine failed while it computed this request."""

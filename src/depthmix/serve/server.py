@@ -1,0 +1,290 @@
+"""The server's process: its socket, connections that are too slow, and how it ends.
+
+Owns who may listen where, and what signals mean: the first SIGTERM or Ctrl-C stops admission and
+lets requests finish, a second one ends at once. Does not know routes.
+"""
+
+import asyncio
+import ipaddress
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from depthmix.infer import Engine
+from depthmix.models import StoredModel
+from depthmix.sample.sampler import place_network
+from depthmix.serve.answers import ServedModel
+from depthmix.serve.app import make_app
+from depthmix.serve.gate import LOOPBACK_NAMES
+from depthmix.serve.limits import Limits
+from depthmix.serve.metrics import Metrics
+from depthmix.serve.worker import Worker
+from depthmix.world import choose_device
+
+KEY_VARIABLE = "DEPTHMIX_API_KEY"
+# time for answers that are computed to be sent, once requests have finished
+FLUSH_SECONDS = 5
+
+
+class TimedProtocol(H11Protocol):
+    """A connection that is closed when a request's head, or the reading of an answer, takes long.
+
+    uvicorn itself only limits how long a connection waits between requests.
+    """
+
+    def __init__(self, limits: Limits, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.limits = limits
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyrefly: ignore
+        """Wait for the first head."""
+        super().connection_made(transport)
+        self._start_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Wait for the rest of the head, if that is what comes."""
+        if self.conn.their_state is h11.IDLE:
+            self._start_head()
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_head()
+
+    def pause_writing(self) -> None:
+        """The client does not read: it has some time to."""
+        super().pause_writing()
+        if self._write_timer is None:
+            wait = self.limits.write_seconds
+            self._write_timer = self.loop.call_later(wait, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It reads again."""
+        super().resume_writing()
+        self._stop_write()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """No timer outlives its connection."""
+        self._stop_head()
+        self._stop_write()
+        super().connection_lost(exc)
+
+    def _start_head(self) -> None:
+        if self._head_timer is None:
+            wait = self.limits.header_seconds
+            self._head_timer = self.loop.call_later(wait, self.transport.abort)
+
+    def _stop_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _stop_write(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+
+class DrainingServer(uvicorn.Server):
+    """A server that finishes what it has begun before it ends, and then ends well."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker, limits: Limits) -> None:
+        super().__init__(config)
+        self.worker, self.limits = worker, limits
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._num_signals = 0
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Until a signal, or until the model cannot be loaded."""
+        self.loop = asyncio.get_running_loop()
+        self._tasks.append(asyncio.create_task(self._watch_loading()))
+        await super().serve(sockets)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn does, but without raising them again: to be stopped is no failure."""
+        before: dict[int, Any] = {}
+        # only the main thread has signals
+        with suppress(ValueError):
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before[number] = signal.signal(number, self.handle_exit)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal is a wish, a second one an order."""
+        self._num_signals += 1
+        if self._num_signals > 1:
+            self.should_exit = self.force_exit = True
+        elif self.loop is not None:
+            self.loop.call_soon_threadsafe(self.begin_drain)
+
+    def begin_drain(self) -> None:
+        """Take no more requests, and end when those that run have."""
+        self._tasks.append(asyncio.ensure_future(self._drain()))
+
+    async def _drain(self) -> None:
+        self.worker.drain()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.limits.drain_seconds):
+                await self.worker.wait_idle()
+        # whoever is left is told
+        await self.worker.stop()
+        self.should_exit = True
+
+    async def _watch_loading(self) -> None:
+        # made when the app starts
+        await self.worker.wait_loaded()
+        if self.worker.state == "broken":
+            self.should_exit = True
+        elif self.worker.state == "ready":
+            _say("ready")
+
+
+def serve_model(
+    stored: StoredModel,
+    *,
+    host: str,
+    port: int,
+    name: str | None = None,
+    key: str | None = None,
+    origins: Sequence[str] = (),
+    limits: Limits,
+    load: Callable[[], Engine],
+) -> None:
+    """Serve a model until a signal; raises what kept it from being loaded.
+
+    Listens first, so that whoever asks while the model is loaded is told to wait.
+    """
+    model = describe_model(stored, name)
+    worker = Worker(load, Metrics(), max_queue=limits.max_queue)
+    hosts = LOOPBACK_NAMES if key is None and is_loopback(host) else None
+    app = make_app(model, worker, limits, key=key, hosts=hosts, origins=origins)
+    listener = bind_socket(host, port)
+    server = make_server(app, worker, limits)
+    shown, chosen = (f"[{host}]" if ":" in host else host), listener.getsockname()[1]
+    _say(f"{model.name} at http://{shown}:{chosen}/v1 (loading)")
+    asyncio.run(server.serve([listener]))
+    if worker.error is not None:
+        raise worker.error
+    _say("stopped")
+
+
+def make_server(app: Any, worker: Worker, limits: Limits) -> DrainingServer:
+    """uvicorn with these limits."""
+    config = uvicorn.Config(
+        app,
+        http=partial(TimedProtocol, limits),  # pyrefly: ignore
+        # neither of the two is spoken here
+        ws="none",
+        loop="asyncio",
+        log_level="warning",
+        # prompts are nobody's business, and addresses are not either
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=limits.max_connections,
+        h11_max_incomplete_event_size=limits.max_header_bytes,
+        # uvicorn counts whole seconds here, asyncio does not mind
+        timeout_keep_alive=limits.idle_seconds,  # pyrefly: ignore
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+    )
+    return DrainingServer(config, worker, limits)
+
+
+def load_engine(
+    stored: StoredModel,
+    *,
+    device: str | None = None,
+    selector: str | None = None,
+    max_batch: int | None = None,
+    cache_tokens: int | None = None,
+) -> Engine:
+    """The engine of a model, ready for requests of any length."""
+    engine = Engine(
+        place_network(stored, choose_device(device)),
+        selector=selector,
+        decode=stored.vocabulary.decode,
+        max_batch=max_batch,
+        cache_tokens=cache_tokens,
+    )
+    engine.warm_up()
+    return engine
+
+
+def describe_model(stored: StoredModel, name: str | None) -> ServedModel:
+    """What answers tell of a model; its name is its folder's unless one is given."""
+    told = name or stored.path.resolve().name
+    # a folder's name may be any bytes, an answer may not
+    told = told.encode("utf-8", "replace").decode()
+    return ServedModel(told, stored.config, stored.vocabulary, stored.chat, int(time.time()))
+
+
+def read_key(file: Path | None) -> str | None:
+    """The API key: from a file, else from the environment."""
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    key = file.read_text(encoding="utf-8").strip()
+    if not key:
+        raise ValueError(f"--api-key-file {file} is empty: put the key into it")
+    return key
+
+
+def check_exposure(host: str, key: str | None, *, no_auth: bool) -> None:
+    """Refuse to listen to others without a key, unless that is what is wanted."""
+    if key is None and not no_auth and not is_loopback(host):
+        raise ValueError(
+            f"--host {host} is open to others: give a key by --api-key-file or {KEY_VARIABLE}, or "
+            f"say --no-auth"
+        )
+    if key is not None and no_auth:
+        raise ValueError("there is an API key, and --no-auth: leave out one of the two")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A socket at an address; asks early, before the model takes its time to load."""
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"--port {port} must lie between 0 and 65535")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(f"--host {host}: {error.strerror}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"cannot listen at {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+def _say(sentence: str) -> None:
+    print(f"depthmix: {sentence}", file=sys.stderr, flush=True)

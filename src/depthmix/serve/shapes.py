@@ -1,0 +1,512 @@
+"""Requests and answers as they travel: OpenAI's shapes, and what we add to them.
+
+Owns which parameters there are, what they may be, and the sentence for those that are not. A
+parameter that is not supported is refused by its name and never ignored; null is the same as
+leaving it out. Knows nothing of the engine but the wishes that it takes.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from depthmix.infer import SamplingParams
+from depthmix.serve.limits import (
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+)
+from depthmix.serve.problems import RefusedError
+
+# OpenAI's default for completions; a chat goes on to its end
+COMPLETION_TOKENS = 16
+
+NEEDS_ENGINE = {
+    "frequency_penalty": "use repetition_penalty, or leave it out",
+    "presence_penalty": "use repetition_penalty, or leave it out",
+}
+
+
+def read_ids(value: Any) -> list[int]:
+    """Token ids; checked by hand, as a complaint about each of a million items helps nobody."""
+    if isinstance(value, list) and all(type(item) is int for item in value):
+        return value
+    raise PydanticCustomError("ids", "must be a list of token ids")
+
+
+def read_prompts(value: Any) -> list[str | list[int]]:
+    """A prompt or several: each is text or token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(type(item) is int for item in value):
+            return [value]
+        if all(isinstance(item, str) for item in value):
+            return value
+        if all(isinstance(item, list) and item for item in value):
+            return [read_ids(item) for item in value]
+    raise PydanticCustomError(
+        "prompt", "must be a text, a list of token ids, or a list of texts or of such lists"
+    )
+
+
+def read_stops(value: Any) -> list[str]:
+    """A stop string or several."""
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise PydanticCustomError("stop", "must be a text or a list of texts")
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        raise PydanticCustomError(
+            "stop",
+            "may have {count} texts of {length} characters at most",
+            {"count": MAX_STOPS, "length": MAX_STOP_CHARS},
+        )
+    return stops
+
+
+_TEXT: dict[str, Any] = {"type": "string"}
+_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer"}}
+_PROMPT_SCHEMA: dict[str, Any] = {
+    "anyOf": [_TEXT, _IDS, {"type": "array", "items": _TEXT}, {"type": "array", "items": _IDS}]
+}
+_STOP_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string", "maxLength": MAX_STOP_CHARS},
+        {"type": "array", "items": _TEXT, "maxItems": MAX_STOPS},
+    ]
+}
+
+Ids = Annotated[list[int], PlainValidator(read_ids), WithJsonSchema(_IDS)]
+Prompts = Annotated[
+    list[str | list[int]], PlainValidator(read_prompts), WithJsonSchema(_PROMPT_SCHEMA)
+]
+Stops = Annotated[list[str], PlainValidator(read_stops), WithJsonSchema(_STOP_SCHEMA)]
+TokenId = Annotated[int, Field(ge=0)]
+Real = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class WishShape(BaseModel):
+    """What every request has: strict types, and no name that is not known."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_nulls(cls, tree: Any) -> Any:
+        """Null is the same as nothing; a name that is not known is refused at once."""
+        if not isinstance(tree, Mapping):
+            raise PydanticCustomError("shape", "must be a JSON object")
+        given = {name: value for name, value in tree.items() if value is not None}
+        unknown = next((name for name in given if name not in cls.model_fields), None)
+        if unknown is not None:
+            raise PydanticCustomError(
+                "unsupported",
+                "the parameter '{name}' is not supported: leave it out",
+                # half of a pair of characters is a name in JSON, and breaks what shows it
+                {"name": str(unknown)[:100].encode("utf-8", "replace").decode()},
+            )
+        return given
+
+
+class StreamOptions(WishShape):
+    """What a stream tells beside the text."""
+
+    include_usage: bool = False
+
+
+class SamplingShape(WishShape):
+    """How tokens are drawn, and what is told of them."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[Real, Field(ge=0)] = 1.0
+    top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 63)] = 0
+    """0 and -1 mean all."""
+    min_p: Annotated[Real, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[Real, Field(gt=0)] = 1.0
+    frequency_penalty: Real = 0.0
+    presence_penalty: Real = 0.0
+    n: Annotated[int, Field(ge=1)] = 1
+    stop: Stops = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] = []
+    ignore_eos: bool = False
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    depth: bool = False
+    """Tell each token's path through the routed blocks."""
+
+    @field_validator(*NEEDS_ENGINE)
+    @classmethod
+    def refuse_penalty(cls, value: float, info: Any) -> float:
+        """Only what changes nothing."""
+        if value:
+            raise PydanticCustomError(
+                "unsupported",
+                "the parameter '{name}' is not supported: {advice}",
+                {"name": info.field_name, "advice": NEEDS_ENGINE[info.field_name]},
+            )
+        return value
+
+    @model_validator(mode="after")
+    def check_stream_options(self) -> "SamplingShape":
+        """They are about a stream."""
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError(
+                "unsupported",
+                "'{name}' is for streams: set stream, or leave it out",
+                {"name": "stream_options"},
+            )
+        if self.stream and self.count_logprobs() is not None:
+            raise PydanticCustomError(
+                "unsupported",
+                "'{name}' is not supported while streaming: leave out one of the two",
+                {"name": "logprobs"},
+            )
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with what was used."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def count_logprobs(self) -> int | None:
+        """How many alternatives are told, None where no log-probability is."""
+        raise NotImplementedError
+
+    def count_tokens(self) -> int | None:
+        """How many tokens may come; None where nobody says."""
+        return self.max_tokens
+
+    def make_params(self, *, max_tokens: int, end_tokens: Sequence[int]) -> SamplingParams:
+        """The same wishes as the engine takes them."""
+        ends = () if self.ignore_eos else end_tokens
+        try:
+            return SamplingParams(
+                max_tokens=max_tokens,
+                temperature=self.temperature,
+                top_k=max(self.top_k, 0),
+                top_p=self.top_p,
+                min_p=self.min_p,
+                repetition_penalty=self.repetition_penalty,
+                stop_tokens=[*self.stop_token_ids, *ends],
+                stop=self.stop,
+                logprobs=self.count_logprobs(),
+                n=self.n,
+                seed=self.seed,
+            )
+        except ValueError as error:
+            raise RefusedError(str(error)) from error
+
+
+class CompletionWish(SamplingShape):
+    """`POST /v1/completions`."""
+
+    prompt: Prompts
+    echo: bool = False
+    """Put the prompt before the text."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def check_echo(self) -> "CompletionWish":
+        """The engine does not score prompts."""
+        if self.echo and self.logprobs is not None:
+            raise PydanticCustomError(
+                "unsupported",
+                "'{name}' with logprobs is not supported: leave out one of the two",
+                {"name": "echo"},
+            )
+        return self
+
+    def count_logprobs(self) -> int | None:
+        """As many alternatives as `logprobs` says."""
+        return self.logprobs
+
+    def count_tokens(self) -> int | None:
+        """OpenAI's default."""
+        return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+
+class TextPart(WishShape):
+    """A part of a message; only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(WishShape):
+    """What somebody said."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
+
+    def read(self) -> dict[str, str]:
+        """As templates take it."""
+        if isinstance(self.content, str):
+            return {"role": self.role, "content": self.content}
+        return {"role": self.role, "content": "".join(part.text for part in self.content)}
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ChatWish(SamplingShape):
+    """`POST /v1/chat/completions`."""
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def check_top_logprobs(self) -> "ChatWish":
+        """They are told beside the token's own."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError(
+                "unsupported", "'{name}' needs logprobs: set it to true", {"name": "top_logprobs"}
+            )
+        return self
+
+    def count_logprobs(self) -> int | None:
+        """As many alternatives as `top_logprobs` says, where `logprobs` asks for them."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def count_tokens(self) -> int | None:
+        """The newer name counts."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TokenizeWish(WishShape):
+    """`POST /tokenize`: a text as a prompt, or messages by the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    """Begin a text as a document, as completions do."""
+
+    @model_validator(mode="after")
+    def check_one(self) -> "TokenizeWish":
+        """One of the two."""
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("choice", "give either prompt or messages")
+        return self
+
+
+class DetokenizeWish(WishShape):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Ids
+
+
+class DepthUsage(BaseModel):
+    """Where the compute of an answer went, prompt and all samples together."""
+
+    blocks_executed: int
+    """Blocks that were run, once for each token."""
+    blocks: int
+    """The same if every token went through every block."""
+    flops: int
+    flops_saved: int
+    """Of a model that runs every block; below 0 where routers cost more than was skipped."""
+
+
+class TokenUsage(BaseModel):
+    """What an answer used."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    depth: DepthUsage
+
+
+class TokenPaths(BaseModel):
+    """Which routed blocks tokens went through: a 1 or a 0 for each block, in order."""
+
+    routed_blocks: list[int]
+    """Which of the model's blocks these are, from 0."""
+    prompt: list[str]
+    completion: list[str | None]
+    """The last token is told and never computed: it has no path."""
+
+
+class StepPath(BaseModel):
+    """A token in a stream, and the path of the token before it, which is known by now."""
+
+    token: int
+    previous: str
+
+
+class CompletionLogprobs(BaseModel):
+    """The log-probabilities of a completion, as lists."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One sample."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    depth: TokenPaths | StepPath | None = None
+
+
+class CompletionAnswer(BaseModel):
+    """A completion, or a piece of one."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: TokenUsage | None = None
+
+
+class TopLogprob(BaseModel):
+    """A token that could have been."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token that was drawn."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """The log-probabilities of an answer."""
+
+    content: list[TokenLogprob]
+
+
+class AssistantMessage(BaseModel):
+    """What the model said."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    """One sample."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"]
+    depth: TokenPaths | None = None
+
+
+class ChatAnswer(BaseModel):
+    """An answer of a chat."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: TokenUsage
+
+
+class ChatDelta(BaseModel):
+    """A piece of one sample."""
+
+    index: int
+    delta: dict[Literal["role", "content"], str]
+    finish_reason: Literal["stop", "length"] | None = None
+    depth: StepPath | None = None
+
+
+class ChatChunk(BaseModel):
+    """A piece of an answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatDelta]
+    usage: TokenUsage | None = None
+
+
+class ModelCard(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "depthmix"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """All of them."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeAnswer(BaseModel):
+    """A text's tokens."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeAnswer(BaseModel):
+    """The text of tokens."""
+
+    prompt: str
+
+
+HealthStatus = Literal["ok", "failing", "loading", "draining", "broken"]
+
+
+class HealthAnswer(BaseModel):
+    """Whether the server works."""
+
+    status: HealthStatus
+    running: int
+    waiting: int
+    failed_steps: int
+    """In a row, until now."""
+    message: str | None = None
+
+
+def explain_errors(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
+    """The first complaint about a request, as a sentence that names the parameter."""
+    error = errors[0]
+    # the first part says that it was the body, and the last ones may be a type's name
+    parts = [str(part) for part in error["loc"][1:]]
+    kind, told = error["type"], str(error["msg"])
+    if kind == "json_invalid":
+        return RefusedError("the body is not valid JSON: check its quotes, commas and brackets")
+    if kind == "unsupported":
+        return RefusedError(told, param=error["ctx"]["name"], code="unsupported_parameter")
+    if not parts:
+        whole = "the body must be a JSON object, sent as application/json"
+        return RefusedError(told if kind == "choice" else whole)
+    name = ".".join(parts)[:200]
+    if kind == "missing":
+        return RefusedError(f"'{name}' is missing: it is required", param=parts[0])
+    return RefusedError(f"'{name}' does not fit: {told}", param=parts[0])

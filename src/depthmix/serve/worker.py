@@ -1,0 +1,398 @@
+"""The one thread that owns the engine: requests go in and events come out through queues.
+
+Owns the engine's life (loading, stepping, failing, stopping), who is admitted, and what happens to
+requests when a step fails. The server's loop never waits for the engine, nor the engine for a
+reader: a step's events are handed over at once, and lie with their request until they are read.
+Knows nothing of HTTP.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Literal, NamedTuple
+
+from depthmix.infer import Engine, Event, SamplingParams
+from depthmix.infer.results import Stats
+from depthmix.serve.metrics import Metrics
+from depthmix.serve.problems import (
+    BusyError,
+    FailedError,
+    RefusedError,
+    ServeError,
+    UnavailableError,
+)
+
+State = Literal["loading", "ready", "draining", "broken", "stopped"]
+
+# as many failed steps in a row are no accident: whoever watches /health should act
+MOST_FAILURES = 3
+JOIN_SECONDS = 5.0
+
+SORRY = {
+    "loading": "the model is being loaded: try again soon",
+    "draining": "the server is shutting down: ask another one",
+    "broken": "the server has failed and must be restarted: its log says why",
+    "stopped": "the server is shutting down: ask another one",
+}
+
+logger = logging.getLogger("depthmix.serve")
+
+
+class Told(NamedTuple):
+    """An event of the engine, as a request hears it."""
+
+    choice: int
+    """Which of the request's samples, all prompts' together."""
+    event: Event
+
+
+class Job:
+    """A client's request: some prompts with the same wishes. Belongs to the server's loop."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        self.prompts, self.params = prompts, params
+        self.num_open = self.num_samples = len(prompts) * params.n
+        """Samples that have not ended."""
+        self.start_seconds = time.monotonic()
+        self._news: list[Told] = []
+        self._problem: ServeError | None = None
+        self._admitted, self._bell = asyncio.Event(), asyncio.Event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will come."""
+        return self.num_open == 0
+
+    async def wait_admitted(self) -> None:
+        """Until the engine has taken it; raises why not."""
+        await self._admitted.wait()
+        if self._problem is not None and not self._news:
+            raise self._problem
+
+    async def read(self) -> list[Told]:
+        """What is new, as soon as there is something; empty at the end. Raises what went wrong."""
+        while not self._news and self._problem is None and not self.is_done:
+            self._bell.clear()
+            await self._bell.wait()
+        news, self._news = self._news, []
+        if not news and self._problem is not None:
+            raise self._problem
+        return news
+
+    def _hear(self, news: "Told | ServeError | None") -> int:
+        """Take what the worker has to tell; returns how many samples ended by it."""
+        num_before = self.num_open
+        if isinstance(news, ServeError):
+            if num_before:
+                self._problem, self.num_open = news, 0
+        elif news is not None:
+            self._news.append(news)
+            self.num_open -= news.event.result is not None
+        self._admitted.set()
+        self._bell.set()
+        return num_before - self.num_open
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """One prompt of a job while the engine has it."""
+
+    job: Job
+    number: int
+    num_left: int
+    """Samples that have not ended."""
+    first_seconds: dict[int, float]
+    """When a sample had its first token."""
+
+
+class _Order(NamedTuple):
+    what: Literal["add", "cancel", "stop"]
+    job: Job | None = None
+
+
+_News = tuple[Job, Told | ServeError | None]
+
+
+class Worker:
+    """Runs an engine in a thread. All methods are for the server's loop."""
+
+    def __init__(self, load: Callable[[], Engine], metrics: Metrics, *, max_queue: int) -> None:
+        """`load` makes the engine, in the thread that will own it."""
+        self.metrics, self.max_queue = metrics, max_queue
+        self.state: State = "loading"
+        self.error: BaseException | None = None
+        """Why the engine could not be loaded, or broke."""
+        self.engine: Engine | None = None
+        self.stats: Stats | None = None
+        """Where the engine stood after the last step."""
+        self.num_failures = 0
+        """Steps that failed in a row."""
+        self.last_failure: str | None = None
+        self.num_open = 0
+        """Samples that were admitted and have not ended."""
+        self._load = load
+        self._orders: SimpleQueue[_Order] = SimpleQueue()
+        # the thread's own, in the order of arrival
+        self._prompts: dict[int, _Prompt] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = asyncio.Event()
+        # the state is changed from both sides
+        self._entering = threading.Lock()
+        # a load cannot be interrupted, and must not keep a process that wants to end
+        self._thread = threading.Thread(target=self._run, name="depthmix-engine", daemon=True)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests are welcome and likely to succeed."""
+        return self.state == "ready" and self.num_failures < MOST_FAILURES
+
+    def start(self) -> None:
+        """Load the engine and go to work; returns at once."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def wait_loaded(self) -> None:
+        """Until the model is there, or something else has happened."""
+        while self.state == "loading":
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def wait_idle(self) -> None:
+        """Until no request is open."""
+        while self.num_open:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def check_open(self) -> Engine:
+        """The engine, where requests are taken; else says why they are not."""
+        if self.state != "ready" or self.engine is None:
+            raise UnavailableError(SORRY.get(self.state, SORRY["loading"]))
+        return self.engine
+
+    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Job:
+        """Put a request in line, or say why not."""
+        engine = self.check_open()
+        job = Job(prompts, params)
+        room = engine.pages.num_rows + self.max_queue
+        if job.num_samples > room:
+            raise RefusedError(
+                f"{job.num_samples} samples are more than this server can hold ({room}): ask for "
+                f"fewer at a time"
+            )
+        if self.num_open + job.num_samples > room:
+            raise BusyError("too many requests are waiting: try again later")
+        self.num_open += job.num_samples
+        self._orders.put(_Order("add", job))
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """End a request where it stands, before the next step; one that is done is fine."""
+        if not job.is_done:
+            self._orders.put(_Order("cancel", job))
+
+    def drain(self) -> None:
+        """Take no more requests; those that were taken go on."""
+        with self._entering:
+            if self.state in ("loading", "ready"):
+                self.state = "draining"
+        self._changed.set()
+
+    async def stop(self) -> None:
+        """End the thread, and whatever it has not finished."""
+        self.drain()
+        self._orders.put(_Order("stop"))
+        await asyncio.to_thread(self._thread.join, JOIN_SECONDS)
+        # what it told last
+        await asyncio.sleep(0)
+
+    # below: the thread
+
+    def _run(self) -> None:
+        try:
+            self.engine = self._load()
+            self._show()
+            self._enter("ready")
+            while self._take_orders():
+                if self.engine.has_work:
+                    self._step(self.engine)
+            self._enter("stopped")
+        except BaseException as error:
+            # whatever it is: nobody must wait for a thread that is gone
+            if self.engine is not None:
+                logger.exception("the engine broke, and takes no more requests")
+            self.error = error
+            self._enter("broken")
+        finally:
+            self._turn_away(UnavailableError(SORRY[self.state]))
+
+    def _enter(self, state: State) -> None:
+        with self._entering:
+            # who drains meanwhile does not become ready again
+            if not (state == "ready" and self.state == "draining"):
+                self.state = state
+        self._post([])
+
+    def _take_orders(self) -> bool:
+        """Do what was ordered, and wait for an order where nothing else is to be done."""
+        assert self.engine is not None
+        while True:
+            try:
+                order = self._orders.get(block=not self.engine.has_work)
+            except Empty:
+                return True
+            if order.what == "stop":
+                return False
+            assert order.job is not None
+            if order.what == "add":
+                self._add(self.engine, order.job)
+            else:
+                self._cancel(self.engine, order.job)
+
+    def _add(self, engine: Engine, job: Job) -> None:
+        added: list[int] = []
+        try:
+            for number, prompt in enumerate(job.prompts):
+                request = engine.add(prompt, job.params)
+                added.append(request)
+                self._prompts[request] = _Prompt(job, number, job.params.n, {})
+        except Exception as error:
+            for request in added:
+                del self._prompts[request]
+                engine.cancel(request)
+            if isinstance(error, ValueError):
+                problem: ServeError = RefusedError(str(error))
+            else:
+                logger.exception("a request could not be added")
+                problem = FailedError(tell_failure(error))
+            self._report([(job, problem)])
+            return
+        self.metrics.tokens_in.inc(sum(map(len, job.prompts)))
+        self._report([(job, None)])
+
+    def _cancel(self, engine: Engine, job: Job) -> None:
+        requests = [key for key, prompt in self._prompts.items() if prompt.job is job]
+        self._pass_on([event for request in requests for event in engine.cancel(request)])
+
+    def _step(self, engine: Engine) -> None:
+        num_preempted = engine.stats().num_preempted
+        try:
+            events = engine.step()
+        except Exception as error:
+            logger.exception("a step failed, and the requests in it with it")
+            self.metrics.failed_steps.inc()
+            self.num_failures += 1
+            self.last_failure = tell_failure(error)
+            stats = engine.stats()
+            # whoever had a row in it; a step that fails may take the rows back
+            num_rows = stats.num_running + stats.num_preempted - num_preempted
+            self._fail_oldest(engine, num_rows, FailedError(self.last_failure))
+        else:
+            if events:
+                self.num_failures, self.last_failure = 0, None
+            self._pass_on(events)
+
+    def _fail_oldest(self, engine: Engine, num_rows: int, problem: ServeError) -> None:
+        """End the requests of so many samples, but one at least: so there is always progress.
+
+        Rows are given in the order of arrival, so that the oldest samples are those that have one.
+        """
+        jobs: dict[Job, None] = {}
+        for prompt in self._prompts.values():
+            if jobs and num_rows <= 0:
+                break
+            jobs[prompt.job] = None
+            num_rows -= prompt.num_left
+        for request, prompt in list(self._prompts.items()):
+            if prompt.job in jobs:
+                # if this raises too, the engine is broken
+                engine.cancel(request)
+                del self._prompts[request]
+        self._report([(job, problem) for job in jobs])
+
+    def _pass_on(self, events: Sequence[Event]) -> None:
+        """Hand events to their requests, all at once: a call for each would cost too much."""
+        now, metrics = time.monotonic(), self.metrics
+        news: list[_News] = []
+        num_tokens = 0
+        for event in events:
+            prompt = self._prompts.get(event.request)
+            if prompt is None:
+                continue
+            start = prompt.job.start_seconds
+            if event.token is not None:
+                num_tokens += 1
+                if event.sample not in prompt.first_seconds:
+                    prompt.first_seconds[event.sample] = now
+                    metrics.first_token.observe(now - start)
+            choice = prompt.number * prompt.job.params.n + event.sample
+            news.append((prompt.job, Told(choice, event)))
+            if event.result is None:
+                continue
+            metrics.add_depth(event.result.depth)
+            metrics.sample_time.observe(now - start)
+            num_later = len(event.result.tokens) - 1
+            if num_later > 0 and event.sample in prompt.first_seconds:
+                metrics.per_token.observe((now - prompt.first_seconds[event.sample]) / num_later)
+            prompt.num_left -= 1
+            if not prompt.num_left:
+                del self._prompts[event.request]
+        metrics.tokens_out.inc(num_tokens)
+        self._report(news)
+
+    def _report(self, news: Sequence[_News]) -> None:
+        """Hand over news; whoever has heard them finds the numbers that belong to them."""
+        self._show()
+        if news:
+            self._post(news)
+
+    def _show(self) -> None:
+        assert self.engine is not None
+        pages = self.engine.pages
+        self.stats = self.engine.stats()
+        self.metrics.show(self.stats, pages.num_used, pages.num_pages)
+
+    def _turn_away(self, problem: ServeError) -> None:
+        """Tell everybody who still waits that it is over."""
+        jobs = {prompt.job: None for prompt in self._prompts.values()}
+        self._prompts.clear()
+        self._post([(job, problem) for job in jobs])
+        # the loop asks for the state before it orders: after the next turn of it none can come
+        self._post([], then=self._refuse_orders)
+
+    def _post(self, news: Sequence[_News], then: Callable[[], None] | None = None) -> None:
+        assert self._loop is not None
+        # a loop that is closed has no readers
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._deliver, news, then)
+
+    # in the loop again
+
+    def _deliver(self, news: Sequence[_News], then: Callable[[], None] | None) -> None:
+        for job, told in news:
+            self.num_open -= job._hear(told)
+        if then is not None:
+            then()
+        self._changed.set()
+
+    def _refuse_orders(self) -> None:
+        with suppress(Empty):
+            while True:
+                order = self._orders.get(block=False)
+                if order.what == "add" and order.job is not None:
+                    self.num_open -= order.job._hear(UnavailableError(SORRY[self.state]))
+
+
+def tell_failure(error: BaseException) -> str:
+    """What a client may know of an error inside."""
+    words = f"{type(error).__name__} {error}".lower()
+    if isinstance(error, MemoryError) or "outofmemory" in words or "out of memory" in words:
+        return (
+            "the server ran out of memory while it computed this request: ask for less at a time, "
+            "or try again later"
+        )
+    return "the server failed while it computed this request: its log says why"

@@ -1,0 +1,747 @@
+"""What each route answers: the engine's own results, in OpenAI's shapes, or a sentence."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from depthmix.infer import Engine, Sample, SamplingParams
+from depthmix.models import Vocabulary
+from depthmix.models.chat import render_chat
+from depthmix.serve.limits import Limits
+from depthmix.serve.shapes import (
+    ChatWish,
+    CompletionWish,
+    DetokenizeWish,
+    TokenizeWish,
+    WishShape,
+)
+from served_models import (
+    CHAT,
+    END,
+    Caller,
+    HeldEngine,
+    Opened,
+    make_config,
+    make_tokenizer,
+    open_service,
+    play,
+    read_stream,
+)
+
+VOCABULARY = Vocabulary(make_tokenizer(), END)
+TEXT = VOCABULARY.encode("once upon")
+
+
+def generate(prompt: list[int] = TEXT, **options: Any) -> list[Sample]:
+    """What the engine itself gives for the same wishes."""
+    options = {"stop_tokens": [END], **options}
+    return list(HeldEngine().generate([prompt], SamplingParams(**options))[0].samples)
+
+
+async def read_error(server: Opened, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+    answer = await server.ask(path, **body)
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return answer.status_code, error
+
+
+def test_a_completion_is_what_the_engine_generates() -> None:
+    async def scene() -> None:
+        wish: dict[str, Any] = {
+            "max_tokens": 12,
+            "seed": 5,
+            "temperature": 0.9,
+            "top_p": 0.9,
+            "top_k": 50,
+        }
+        wish |= {"min_p": 0.001, "repetition_penalty": 1.1, "n": 2}
+        truth = generate(**wish)
+        async with open_service() as server:
+            found = await server.complete(prompt="once upon", model="tiny", **wish)
+        assert found["object"] == "text_completion"
+        assert found["model"] == "tiny"
+        assert [choice["text"] for choice in found["choices"]] == [s.text for s in truth]
+        assert [choice["finish_reason"] for choice in found["choices"]] == ["length"] * 2
+        usage = found["usage"]
+        assert usage["prompt_tokens"] == len(TEXT)
+        assert usage["completion_tokens"] == 24
+        assert usage["total_tokens"] == 24 + len(TEXT)
+        depths = [sample.depth for sample in truth]
+        assert usage["depth"] == {
+            "blocks_executed": sum(depth.num_visits for depth in depths),
+            "blocks": sum(depth.num_visits_dense for depth in depths),
+            "flops": sum(depth.flops for depth in depths),
+            "flops_saved": sum(depth.dense_flops - depth.flops for depth in depths),
+        }
+        assert 0 < usage["depth"]["blocks_executed"] < usage["depth"]["blocks"]
+
+    play(scene())
+
+
+def test_prompts_are_texts_ids_or_lists_of_them() -> None:
+    async def scene() -> None:
+        wish = {"max_tokens": 5, "temperature": 0}
+        one, two = TEXT, VOCABULARY.encode("b")
+        texts = [generate(prompt, **wish)[0].text for prompt in (one, two)]
+        async with open_service() as server:
+            for prompt, wanted in (
+                ("once upon", texts[:1]),
+                (one, texts[:1]),
+                (["once upon", "b"], texts),
+                ([one, two], texts),
+            ):
+                found = await server.complete(prompt=prompt, **wish)
+                assert [choice["text"] for choice in found["choices"]] == wanted
+            assert found["usage"]["prompt_tokens"] == len(one) + len(two)
+
+    play(scene())
+
+
+def test_samples_end_where_they_are_told_to() -> None:
+    async def scene() -> None:
+        (whole,) = generate(max_tokens=20, seed=7, stop_tokens=[])
+        assert whole.text is not None
+        async with open_service() as server:
+            wish = {"prompt": "once upon", "max_tokens": 20, "seed": 7}
+            stop = whole.text[4:6]
+            (choice,) = (await server.complete(**wish, stop=stop))["choices"]
+            assert choice["text"] == whole.text[: whole.text.index(stop)]
+            assert choice["finish_reason"] == "stop"
+            found = await server.complete(**wish, stop_token_ids=[whole.tokens[3]])
+            assert found["choices"][0]["finish_reason"] == "stop"
+            assert found["usage"]["completion_tokens"] == 1 + whole.tokens.index(whole.tokens[3])
+
+    play(scene())
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_the_end_of_a_document_ends_a_sample(ignore_eos: bool) -> None:
+    async def scene() -> None:
+        wish = {"max_tokens": 12, "seed": 3}
+        (truth,) = generate(stop_tokens=[], **wish)
+        # as if a token that is drawn ended documents
+        end_token = truth.tokens[4]
+        async with open_service(end_token=end_token) as server:
+            found = await server.complete(prompt=TEXT, ignore_eos=ignore_eos, **wish)
+        (choice,) = found["choices"]
+        assert choice["finish_reason"] == ("length" if ignore_eos else "stop")
+        wanted = 12 if ignore_eos else truth.tokens.index(end_token) + 1
+        assert found["usage"]["completion_tokens"] == wanted
+
+    play(scene())
+
+
+def test_logprobs_are_the_engines() -> None:
+    async def scene() -> None:
+        (truth,) = generate(max_tokens=6, seed=2, logprobs=3)
+        assert truth.logprobs is not None
+        assert truth.top_logprobs is not None
+        async with open_service() as server:
+            found = await server.complete(prompt="once upon", max_tokens=6, seed=2, logprobs=3)
+            told = found["choices"][0]["logprobs"]
+            assert told["token_logprobs"] == list(truth.logprobs)
+            for place, others in zip(told["top_logprobs"], truth.top_logprobs, strict=True):
+                assert list(place.values()) == [other.logprob for other in others]
+            assert len(told["tokens"]) == len(told["text_offset"]) == 6
+            assert told["text_offset"][0] == 0
+            assert told["text_offset"] == sorted(told["text_offset"])
+            # what is only a part of a character is told by its number
+            for name, token in zip(told["tokens"], truth.tokens, strict=True):
+                assert name in (VOCABULARY.decode([token]), f"token_id:{token}")
+                assert "\ufffd" not in name
+            bare = await server.complete(prompt="once upon", max_tokens=2, logprobs=0)
+            assert bare["choices"][0]["logprobs"]["top_logprobs"] is None
+            prompt = VOCABULARY.tokenize(
+                render_chat(CHAT, [{"role": "user", "content": "hi"}], add_generation_prompt=True)
+            )
+            (truth,) = generate(prompt, max_tokens=6, seed=2, logprobs=2)
+            found = await server.chat("hi", max_tokens=6, seed=2, logprobs=True, top_logprobs=2)
+            content = found["choices"][0]["logprobs"]["content"]
+            assert [each["logprob"] for each in content] == list(truth.logprobs or ())
+            assert all(len(each["top_logprobs"]) == 2 for each in content)
+            for each in content:
+                if each["bytes"] is not None:
+                    assert bytes(each["bytes"]).decode() == each["token"]
+
+    play(scene())
+
+
+def test_paths_are_told_where_they_are_asked_for() -> None:
+    async def scene() -> None:
+        (truth,) = generate(max_tokens=5, seed=2)
+        paths = ["".join(str(int(taken)) for taken in path) for path in truth.depth.blocks]
+        async with open_service() as server:
+            wish = {"prompt": "once upon", "max_tokens": 5, "seed": 2}
+            assert (await server.complete(**wish))["choices"][0]["depth"] is None
+            told = (await server.complete(**wish, depth=True))["choices"][0]["depth"]
+            assert told["routed_blocks"] == list(make_config().routed_layers)
+            assert told["prompt"] == paths[: len(TEXT)]
+            # the last token is never computed
+            assert told["completion"] == [*paths[len(TEXT) :], None]
+            assert len(told["completion"]) == 5
+            answer = await server.ask("/v1/completions", stream=True, depth=True, **wish)
+            steps = [event["choices"][0]["depth"] for event in read_stream(answer.text)]
+            assert [step["token"] for step in steps] == list(truth.tokens)
+            assert [step["previous"] for step in steps] == paths[len(TEXT) - 1 :]
+
+    play(scene())
+
+
+def test_a_stream_is_the_same_answer_in_pieces() -> None:
+    async def scene() -> None:
+        wish = {"prompt": ["once", "upon"], "max_tokens": 12, "seed": 4, "n": 2}
+        async with open_service() as server:
+            whole = await server.complete(**wish)
+            answer = await server.ask(
+                "/v1/completions", stream=True, stream_options={"include_usage": True}, **wish
+            )
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            *events, last = read_stream(answer.text)
+            assert last["choices"] == []
+            assert last["usage"] == whole["usage"]
+            texts, ends = [""] * 4, [None] * 4
+            for event in events:
+                assert event["usage"] is None
+                (choice,) = event["choices"]
+                assert ends[choice["index"]] is None
+                texts[choice["index"]] += choice["text"]
+                ends[choice["index"]] = choice["finish_reason"]
+            assert texts == [choice["text"] for choice in whole["choices"]]
+            assert ends == ["length"] * 4
+            answer = await server.ask("/v1/completions", stream=True, **wish)
+            assert all(event["choices"] for event in read_stream(answer.text))
+
+    play(scene())
+
+
+def test_a_chat_goes_by_the_models_template() -> None:
+    async def scene() -> None:
+        messages = [
+            {"role": "system", "content": "be brief"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+        ]
+        text = "[system]be brief\n[user]ab\n[assistant]"
+        (truth,) = generate(VOCABULARY.tokenize(text), max_tokens=8, seed=6)
+        wish = {"messages": messages, "seed": 6}
+        async with open_service() as server:
+            for name in ("max_tokens", "max_completion_tokens"):
+                answer = await server.ask("/v1/chat/completions", **wish, **{name: 8})
+                (choice,) = answer.json()["choices"]
+                assert choice["message"] == {"role": "assistant", "content": truth.text}
+            answer = await server.ask("/v1/chat/completions", **wish, max_tokens=8, stream=True)
+            deltas = [event["choices"][0]["delta"] for event in read_stream(answer.text)]
+            assert deltas[0] == {"role": "assistant", "content": ""}
+            assert "".join(delta.get("content", "") for delta in deltas) == truth.text
+            # without a limit it goes on to its end, or to the model's
+            (choice,) = (await server.chat("h" * 460, ignore_eos=True))["choices"]
+            assert choice["finish_reason"] == "length"
+            found = await server.ask("/tokenize", messages=messages)
+            assert found.json()["tokens"] == VOCABULARY.tokenize(text)
+            refused = await read_error(
+                server, "/v1/chat/completions", messages=[{"role": "developer", "content": "x"}]
+            )
+            assert refused[0] == 400
+            assert "no developers" in refused[1]["message"]
+        async with open_service(chat=None) as server:
+            status, error = await read_error(server, "/v1/chat/completions", messages=messages)
+            assert (status, error["code"]) == (400, "no_chat_template")
+
+    play(scene())
+
+
+def test_an_echo_comes_before_the_text() -> None:
+    async def scene() -> None:
+        wish = {"max_tokens": 4, "seed": 1, "echo": True}
+        (truth,) = generate(max_tokens=4, seed=1)
+        async with open_service() as server:
+            (choice,) = (await server.complete(prompt="once upon", **wish))["choices"]
+            assert choice["text"] == f"once upon{truth.text}"
+            (choice,) = (await server.complete(prompt=TEXT, **wish))["choices"]
+            assert choice["text"] == f"<|endoftext|>once upon{truth.text}"
+            answer = await server.ask("/v1/completions", prompt="once upon", stream=True, **wish)
+            texts = [event["choices"][0]["text"] for event in read_stream(answer.text)]
+            assert texts[0] == "once upon"
+            assert "".join(texts) == f"once upon{truth.text}"
+
+    play(scene())
+
+
+def test_tokens_and_texts_are_translated() -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+            found = (await server.ask("/tokenize", prompt="once upon")).json()
+            assert found == {"count": len(TEXT), "max_model_len": 512, "tokens": TEXT}
+            bare = await server.ask("/tokenize", prompt="once upon", add_special_tokens=False)
+            assert bare.json()["tokens"] == TEXT[1:]
+            text = await server.ask("/detokenize", tokens=TEXT[1:])
+            assert text.json() == {"prompt": "once upon"}
+            for wrong in (-1, 257, 10**30):
+                status, error = await read_error(server, "/detokenize", tokens=[wrong])
+                assert status == 400
+                assert "is no token" in error["message"]
+            long = "é" * 20_000
+            found = (await server.ask("/tokenize", prompt=long)).json()
+            assert found["tokens"] == VOCABULARY.encode(long)
+
+    play(scene())
+
+
+def test_models_health_and_metrics() -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+            models = (await server.client.get("/v1/models")).json()
+            assert [model["id"] for model in models["data"]] == ["tiny"]
+            assert (await server.client.get("/v1/models/tiny")).json() == models["data"][0]
+            assert (await server.client.get("/v1/models/else")).status_code == 404
+            found = await server.complete(prompt="once upon", max_tokens=3, seed=1)
+            await read_error(server, "/v1/completions", prompt="x", model="else")
+            await read_error(server, "/v1/completions", prompt=7)
+            health = await server.client.get("/health")
+            assert health.status_code == 200
+            assert health.json()["status"] == "ok"
+            lines = (await server.client.get("/metrics")).text.splitlines()
+            values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+            depth = found["usage"]["depth"]
+            place = 'endpoint="/v1/completions"'
+            for name, wanted in (
+                (f'requests_total{{{place},outcome="completed"}}', 1),
+                (f'requests_total{{{place},outcome="refused"}}', 2),
+                ("prompt_tokens_total", len(TEXT)),
+                ("generated_tokens_total", 3),
+                ("time_to_first_token_seconds_count", 1),
+                ("time_per_output_token_seconds_count", 1),
+                ("blocks_executed_total", depth["blocks_executed"]),
+                ("blocks_skipped_total", depth["blocks"] - depth["blocks_executed"]),
+                ("flops_saved_total", depth["flops_saved"]),
+                ("samples_running", 0),
+                ("samples_waiting", 0),
+                ("preemptions_total", 0),
+                ("cache_pages_used", 0),
+                ("cache_pages", server.engine.pages.num_pages),
+            ):
+                assert float(values[f"depthmix_{name}"]) == wanted, name
+
+    play(scene())
+
+
+def test_preemptions_are_counted() -> None:
+    async def scene() -> None:
+        # room for one long sequence, and two that want to grow
+        engine = HeldEngine(max_batch=2, cache_tokens=64)
+        async with open_service(engine=engine) as server:
+            wish = {"max_tokens": 50, "ignore_eos": True, "seed": 1}
+            await server.complete(prompt=["a", "b"], **wish)
+            lines = (await server.client.get("/metrics")).text.splitlines()
+            (value,) = [
+                float(x.split()[1]) for x in lines if x.startswith("depthmix_preemptions_t")
+            ]
+            assert value == engine.stats().num_preempted > 0
+
+    play(scene())
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"foo": 1}, "foo", "'foo' is not supported"),
+        ({"best_of": 2}, "best_of", "'best_of' is not supported"),
+        ({"logit_bias": {"1": 2}}, "logit_bias", "'logit_bias' is not supported"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "'frequency_penalty' is not supported"),
+        ({"presence_penalty": -1}, "presence_penalty", "'presence_penalty' is not supported"),
+        ({"echo": True, "logprobs": 1}, "echo", "'echo' with logprobs is not supported"),
+        ({"stream": True, "logprobs": 1}, "logprobs", "not supported while streaming"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "is for streams"),
+        ({"stream": True, "stream_options": {"x": 1}}, "x", "'x' is not supported"),
+        ({"prompt": 7}, "prompt", "must be a text"),
+        ({"prompt": []}, "prompt", "must be a text"),
+        ({"prompt": [[]]}, "prompt", "must be a text"),
+        ({"prompt": [1, "a"]}, "prompt", "must be a text"),
+        ({"prompt": [[1], ["a"]]}, "prompt", "token ids"),
+        ({"prompt": [True]}, "prompt", "must be a text"),
+        ({"prompt": [1.5]}, "prompt", "must be a text"),
+        ({"prompt": None}, "prompt", "is missing"),
+        ({"prompt": [-1]}, None, "is no token"),
+        ({"prompt": [257]}, None, "is no token"),
+        ({"prompt": [10**40]}, None, "is no token"),
+        ({"prompt": "x" * 600}, None, "512 are allowed"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": "5"}, "max_tokens", "valid integer"),
+        ({"max_tokens": True}, "max_tokens", "valid integer"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({"min_p": 2}, "min_p", "less than or equal to 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"seed": 1 << 70}, "seed", "less than"),
+        ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"stop": [1]}, "stop", "list of texts"),
+        ({"stop": ["a"] * 17}, "stop", "16 texts"),
+        ({"stop": ["a" * 1025]}, "stop", "1024 characters"),
+        ({"stop": [""]}, None, "empty string"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "greater than or equal to 0"),
+        ({"stop_token_ids": [1] * 257}, "stop_token_ids", "at most 256"),
+        ({"model": "else"}, None, "the model served here is 'tiny'"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_is_refused_by_name(
+    body: dict[str, Any], param: str | None, words: str
+) -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+            status, error = await read_error(server, "/v1/completions", **{"prompt": "a", **body})
+            assert status == (404 if "model" in body else 400)
+            assert words in error["message"]
+            assert error["param"] == param
+            assert error["type"] == "invalid_request_error"
+            assert server.engine.num_steps == 0
+
+    play(scene())
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+            wish = {"prompt": "a", "max_tokens": 3, "seed": 1}
+            plain = (await server.complete(**wish))["choices"]
+            more = {"frequency_penalty": 0, "presence_penalty": 0.0, "top_k": -1, "best_of": None}
+            assert (await server.complete(**wish, **more))["choices"] == plain
+
+    play(scene())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b'{"prompt": [' + b"1," * 100_000 + b'"x"]}',
+        b'{"\\ud800": 1}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "stop": "\\ud800", "x": 1}',
+        b'{"prompt": "a", "__class__": 1}',
+        b'{"messages": [' + b"1," * 5000 + b"1]}",
+    ],
+    ids=lambda body: repr(body[:24]),
+)
+def test_hostile_bodies_are_refused(body: bytes) -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+                answer = await server.client.post(
+                    path, content=body, headers={"Content-Type": "application/json"}
+                )
+                assert answer.status_code == 400, (path, answer.text)
+                message = answer.json()["error"]["message"]
+                assert "Traceback" not in message
+                assert len(message) < 500
+            # and it goes on
+            await server.complete(prompt="a", max_tokens=1)
+
+    play(scene())
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 300)
+    | st.sampled_from([2**31, -(2**63), 2**63, 10**40])
+    | st.floats()
+    | st.text(st.characters(), max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+MESSAGE = st.fixed_dictionaries(
+    {}, optional={"role": st.sampled_from(["user", "system", "tool"]) | VALUES, "content": VALUES}
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        ("/v1/completions", CompletionWish),
+        ("/v1/chat/completions", ChatWish),
+        ("/tokenize", TokenizeWish),
+        ("/detokenize", DetokenizeWish),
+    ],
+)
+def test_no_body_makes_the_server_fail(path: str, shape: type[WishShape]) -> None:
+    # some tokens are enough, and a wish for all of them would take its time
+    names = [name for name in shape.model_fields if name not in ("max_tokens", "messages")]
+    bodies = st.dictionaries(st.sampled_from(names) | st.text(max_size=4), VALUES, max_size=3)
+    messages = st.lists(MESSAGE, max_size=2)
+
+    @settings(max_examples=12)
+    @given(st.lists(st.tuples(bodies, messages, VALUES), min_size=8, max_size=8))
+    def check(wishes: list[tuple[dict[str, Any], Any, Any]]) -> None:
+        async def scene() -> None:
+            async with open_service(engine=engine) as server:
+                for body, told, prompt in wishes:
+                    if "max_tokens" in shape.model_fields:
+                        body = {"max_tokens": 2, **body}
+                    if "messages" in shape.model_fields and told:
+                        body = {"messages": told, **body}
+                    if "prompt" in shape.model_fields:
+                        body = {"prompt": prompt, **body}
+                    answer = await server.client.post(
+                        path,
+                        content=json.dumps(body),
+                        headers={"Content-Type": "application/json"},
+                    )
+                    assert answer.status_code in (200, 400, 404), (body, answer.text)
+                    if answer.status_code != 200:
+                        assert answer.json()["error"]["message"]
+
+        play(scene())
+
+    engine = HeldEngine()
+    check()
+
+
+def test_unknown_paths_and_methods_have_the_same_shape() -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+            for method, path, status in (
+                ("GET", "/nope", 404),
+                ("GET", "/v1/completions", 405),
+                ("POST", "/health", 405),
+            ):
+                answer = await server.client.request(method, path)
+                assert answer.status_code == status
+                assert path in answer.json()["error"]["message"]
+            answer = await server.client.post("/v1/completions", content=b'{"prompt": "a"}')
+            assert answer.status_code == 400
+            assert "application/json" in answer.json()["error"]["message"]
+
+    play(scene())
+
+
+def test_nothing_of_the_inside_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+
+            def fail(*_: object) -> None:
+                raise KeyError("/secret/path")
+
+            monkeypatch.setattr(server.worker, "submit", fail)
+            status, error = await read_error(server, "/v1/completions", prompt="a")
+            assert status == 500
+            assert error["message"] == "the server failed: its log says why"
+
+    play(scene())
+
+
+@pytest.mark.parametrize(
+    ("limits", "body", "words"),
+    [
+        (Limits(max_n=2), {"n": 3}, "n = 3 is more than 2"),
+        (Limits(max_samples=4), {"n": 2, "prompt": ["a"] * 3}, "more than 4 samples"),
+        (Limits(max_prompt_tokens=3), {"prompt": "abcd"}, "5 tokens, and 3 are allowed"),
+        (Limits(max_queue=0), {"n": 5}, "more than this server can hold (4)"),
+    ],
+)
+def test_wishes_over_a_limit_are_refused(limits: Limits, body: dict[str, Any], words: str) -> None:
+    async def scene() -> None:
+        async with open_service(limits) as server:
+            status, error = await read_error(server, "/v1/completions", **{"prompt": "a", **body})
+            assert status == 400
+            assert words in error["message"]
+            await server.complete(prompt="a", max_tokens=1)
+
+    play(scene())
+
+
+def test_a_full_queue_answers_429() -> None:
+    async def scene() -> None:
+        engine = HeldEngine(max_batch=1)
+        engine.hold()
+        async with open_service(Limits(max_queue=1), engine=engine) as server:
+            held = [
+                asyncio.ensure_future(server.complete(prompt="a", max_tokens=2)) for _ in range(2)
+            ]
+            await server.wait_for(lambda: server.worker.num_open == 2)
+            answer = await server.ask("/v1/completions", prompt="a")
+            assert answer.status_code == 429
+            assert int(answer.headers["Retry-After"]) >= 1
+            assert answer.json()["error"]["code"] == "queue_full"
+            engine.let_go()
+            await asyncio.gather(*held)
+            await server.complete(prompt="a", max_tokens=1)
+
+    play(scene())
+
+
+def test_loading_and_draining_answer_503() -> None:
+    async def scene() -> None:
+        engine, is_loaded = HeldEngine(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def load() -> Engine:
+            asyncio.run_coroutine_threadsafe(is_loaded.wait(), loop).result(30)
+            return engine
+
+        async with open_service(load=load, engine=engine) as server:
+
+            async def check(status: str) -> None:
+                for path, body in (
+                    ("/v1/completions", {"prompt": "a"}),
+                    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+                    ("/tokenize", {"prompt": "a"}),
+                ):
+                    answer = await server.ask(path, **body)
+                    assert answer.status_code == 503
+                    assert answer.json()["error"]["type"] == "service_unavailable"
+                    assert int(answer.headers["Retry-After"]) >= 1
+                assert (await server.client.get("/v1/models")).status_code == 503
+                health = await server.client.get("/health")
+                assert (health.status_code, health.json()["status"]) == (503, status)
+
+            await check("loading")
+            is_loaded.set()
+            await server.worker.wait_loaded()
+            engine.hold()
+            held = asyncio.ensure_future(server.complete(prompt="a", max_tokens=2))
+            await server.wait_for(lambda: server.worker.num_open == 1)
+            server.worker.drain()
+            await check("draining")
+            engine.let_go()
+            assert (await held)["usage"]["completion_tokens"] == 2
+
+    play(scene())
+
+
+def test_a_failed_step_is_answered_and_shows() -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+
+            def fail(step: int) -> None:
+                if step in (1, 4):
+                    raise RuntimeError("boom at /secret")
+
+            server.engine.fail = fail
+            answer = await server.ask("/v1/completions", prompt="a")
+            assert answer.status_code == 500
+            assert "secret" not in answer.text
+            health = await server.client.get("/health")
+            assert (health.status_code, health.json()["status"]) == (200, "failing")
+            assert health.json()["failed_steps"] == 1
+            # in a stream the status has been sent
+            answer = await server.ask("/v1/completions", prompt="a", stream=True, ignore_eos=True)
+            assert answer.status_code == 200
+            *_, last, rest = answer.text.split("\n\n")
+            assert rest == ""
+            assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+            await server.complete(prompt="a", max_tokens=2)
+            assert (await server.client.get("/health")).json()["status"] == "ok"
+            assert server.engine.pages.num_used == 0
+
+    play(scene())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_frees_the_pages(stream: bool) -> None:
+    async def scene() -> None:
+        engine = HeldEngine()
+        engine.hold()
+        async with open_service(engine=engine) as server:
+            wish = {"prompt": "a" * 100, "max_tokens": 400, "ignore_eos": True, "stream": stream}
+            caller = Caller(server.app, "/v1/completions", **wish)
+            engine.gate.release(3)
+            await server.wait_for(lambda: engine.num_steps == 3)
+            assert engine.pages.num_used > 0
+            await caller.leave()
+            # the step that was under way
+            engine.gate.release()
+            await server.wait_for(lambda: server.worker.num_open == 0)
+            assert engine.pages.num_used == 0
+            assert engine.num_steps <= 4
+            engine.let_go()
+            text = (await server.client.get("/metrics")).text
+            assert 'outcome="cancelled"} 1.0' in text
+
+    play(scene())
+
+
+def test_many_clients_of_whom_half_leave_leak_nothing() -> None:
+    async def scene() -> None:
+        dice = random.Random(5)
+        engine = HeldEngine(max_batch=8, cache_tokens=1024)
+        async with open_service(engine=engine) as server:
+            callers: list[tuple[Caller, bool]] = []
+
+            async def call(number: int) -> None:
+                leaves = number % 2 == 0
+                size = 40 if leaves else 3
+                wish = {"prompt": "a" * dice.randrange(1, 60), "max_tokens": size, "n": 2}
+                wish |= {"stream": dice.random() < 0.5, "ignore_eos": True, "seed": number}
+                caller = Caller(server.app, "/v1/completions", **wish)
+                callers.append((caller, leaves))
+                if leaves:
+                    num_steps = engine.num_steps + dice.randrange(0, 30)
+                    await server.wait_for(
+                        lambda: engine.num_steps >= num_steps or caller.task.done()
+                    )
+                    await caller.leave()
+                await caller.task
+
+            await asyncio.gather(*map(call, range(64)))
+            await server.worker.wait_idle()
+            assert engine.pages.num_used == 0
+            assert not engine.has_work
+            assert server.worker._prompts == {}
+            stayed = [caller for caller, leaves in callers if not leaves]
+            assert len(stayed) == 32
+            for caller in stayed:
+                assert caller.sent[0]["status"] == 200
+                assert caller.text.endswith("[DONE]\n\n") or json.loads(caller.text)["usage"]
+
+    play(scene())
+
+
+def test_a_client_that_waits_in_line_may_leave() -> None:
+    async def scene() -> None:
+        engine = HeldEngine(max_batch=1)
+        engine.hold()
+        async with open_service(engine=engine) as server:
+            first = Caller(server.app, "/v1/completions", prompt="a", max_tokens=3)
+            await server.wait_for(lambda: server.worker.num_open == 1)
+            second = Caller(server.app, "/v1/completions", prompt="b", max_tokens=3)
+            await server.wait_for(lambda: server.worker.num_open == 2)
+            await second.leave()
+            engine.let_go()
+            await first.task
+            assert json.loads(first.text)["usage"]["completion_tokens"] == 3
+            await server.worker.wait_idle()
+            assert second.sent == [] or second.sent[0]["status"] == 499
+
+    play(scene())
+
+
+def test_the_schema_is_there_and_the_pages_are_not() -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+            schema = (await server.client.get("/openapi.json")).json()
+            assert {"/v1/completions", "/v1/chat/completions", "/health"} <= set(schema["paths"])
+            assert (await server.client.get("/docs")).status_code == 404
+
+    play(scene())

@@ -1,0 +1,363 @@
+"""A real socket, with a client that nobody here wrote; slow connections; and how a server ends."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+import pytest
+
+import depthmix
+from depthmix.infer import SamplingParams
+from depthmix.models import open_model
+from depthmix.serve.app import make_app
+from depthmix.serve.limits import Limits
+from depthmix.serve.metrics import Metrics
+from depthmix.serve.server import (
+    DrainingServer,
+    bind_socket,
+    check_exposure,
+    describe_model,
+    is_loopback,
+    load_engine,
+    make_server,
+    read_key,
+)
+from depthmix.serve.worker import Worker
+from served_models import END, HeldEngine, make_served, write_served_run
+
+SECRET = "a-key"
+
+
+class Running(NamedTuple):
+    """A server in a thread of this process."""
+
+    port: int
+    server: DrainingServer
+    worker: Worker
+    engine: HeldEngine
+    thread: threading.Thread
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def wait_for(self, is_so: Any) -> None:
+        for _ in range(30_000):
+            if is_so():
+                return
+            time.sleep(0.001)
+        raise AssertionError("it does not come")
+
+    def stop(self) -> None:
+        assert self.server.loop is not None
+        if self.thread.is_alive():
+            self.server.loop.call_soon_threadsafe(self.server.begin_drain)
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+
+@contextmanager
+def run_server(
+    limits: Limits | None = None, *, key: str | None = None, small_buffers: bool = False
+) -> Iterator[Running]:
+    limits, engine = limits or Limits(), HeldEngine()
+    worker = Worker(lambda: engine, Metrics(), max_queue=limits.max_queue)
+    app = make_app(make_served(), worker, limits, key=key)
+    listener = bind_socket("127.0.0.1", 0)
+    if small_buffers:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    port = listener.getsockname()[1]
+    server = make_server(app, worker, limits)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+    thread.start()
+    running = Running(port, server, worker, engine, thread)
+    try:
+        running.wait_for(lambda: server.started and worker.state == "ready")
+        yield running
+    finally:
+        engine.let_go()
+        running.stop()
+
+
+def ask_openai(running: Running, key: str = SECRET) -> openai.OpenAI:
+    url = f"http://127.0.0.1:{running.port}/v1"
+    return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=30)
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    """All that comes until the other side closes, one way or another."""
+    found = b""
+    try:
+        while part := connection.recv(65536):
+            found += part
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def test_the_openai_client_is_served() -> None:
+    with run_server(key=SECRET) as running, ask_openai(running) as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        wish: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "seed": 3}
+        prompt = make_served().vocabulary.encode("once upon")
+        params = SamplingParams(max_tokens=8, seed=3, stop_tokens=[END], logprobs=2)
+        (truth,) = HeldEngine().generate([prompt], params)[0].samples
+
+        whole = client.completions.create(prompt="once upon", logprobs=2, **wish)
+        assert whole.choices[0].text == truth.text
+        assert whole.choices[0].logprobs is not None
+        assert whole.choices[0].logprobs.token_logprobs == list(truth.logprobs or ())
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == len(truth.tokens)
+        assert (whole.usage.model_extra or {})["depth"]["flops"] == truth.depth.flops
+
+        pieces = client.completions.create(prompt="once upon", stream=True, **wish)
+        assert "".join(piece.choices[0].text for piece in pieces) == truth.text
+
+        messages: Any = [{"role": "user", "content": "hi"}]
+        answer = client.chat.completions.create(messages=messages, logprobs=True, **wish)
+        text = answer.choices[0].message.content
+        assert text
+        assert answer.choices[0].logprobs is not None
+        assert len(answer.choices[0].logprobs.content or ()) == 8
+        chunks = list(
+            client.chat.completions.create(
+                messages=messages, stream=True, stream_options={"include_usage": True}, **wish
+            )
+        )
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 8
+        with client.completions.create(
+            prompt="a", stream=True, extra_body={"depth": True, "ignore_eos": True}, **wish
+        ) as stream:
+            paths = [(piece.choices[0].model_extra or {})["depth"]["previous"] for piece in stream]
+        assert len(paths) == 8
+        assert all(re.fullmatch("[01]+", path) for path in paths)
+
+
+def test_the_openai_client_understands_errors() -> None:
+    with run_server(key=SECRET) as running, ask_openai(running) as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(model="tiny", prompt="a", best_of=3)
+        assert refused.value.param == "best_of"
+        assert "'best_of' is not supported" in refused.value.message
+        with pytest.raises(openai.NotFoundError) as missing:
+            client.completions.create(model="else", prompt="a")
+        assert missing.value.code == "model_not_found"
+        with ask_openai(running, "wrong") as stranger, pytest.raises(openai.AuthenticationError):
+            stranger.models.list()
+
+        def fail(step: int) -> None:
+            raise RuntimeError("boom")
+
+        running.engine.fail = fail
+        with pytest.raises(openai.InternalServerError):
+            client.completions.create(model="tiny", prompt="a")
+        with pytest.raises(openai.APIError, match="its log says why"):
+            list(client.completions.create(model="tiny", prompt="a", stream=True))
+
+
+def test_a_client_that_hangs_up_frees_its_pages() -> None:
+    with run_server() as running:
+        running.engine.hold()
+        wish = {"prompt": "a" * 50, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with running.connect() as connection:
+            body = json.dumps(wish).encode()
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            running.engine.gate.release(2)
+            running.wait_for(lambda: running.engine.num_steps == 2)
+            assert running.engine.pages.num_used > 0
+        running.wait_for(lambda: not running.server.server_state.connections)
+        running.engine.let_go()
+        running.wait_for(lambda: running.worker.num_open == 0)
+        assert running.engine.pages.num_used == 0
+        assert running.engine.num_steps < 100
+
+
+@pytest.mark.parametrize("head", [b"", b"GET /health HTTP/1.1\r\nHost: local"])
+def test_a_head_that_does_not_come_is_not_waited_for(head: bytes) -> None:
+    with run_server(Limits(header_seconds=0.2)) as running:
+        with running.connect() as connection:
+            connection.sendall(head)
+            assert read_to_end(connection) == b""
+        with running.connect() as connection:
+            # the second request of a connection neither
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            while b'"ok"' not in connection.recv(65536):
+                pass
+            connection.sendall(b"GET /he")
+            assert b"HTTP" not in read_to_end(connection)
+
+
+def test_a_head_over_the_limit_is_refused() -> None:
+    with run_server(Limits(max_header_bytes=2000)) as running, running.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * 4000)
+        assert read_to_end(connection).startswith(b"HTTP/1.1 400")
+
+
+def test_a_connection_without_requests_is_closed() -> None:
+    with run_server(Limits(idle_seconds=0.2)) as running, running.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b'"status":"ok"' in read_to_end(connection)
+
+
+def test_connections_over_the_limit_are_answered_503() -> None:
+    with run_server(Limits(max_connections=3)) as running:
+        held = [running.connect() for _ in range(2)]
+        running.wait_for(lambda: len(running.server.server_state.connections) == 2)
+        url = f"http://127.0.0.1:{running.port}/health"
+        assert httpx.get(url).status_code == 503
+        for connection in held:
+            connection.close()
+        running.wait_for(lambda: not running.server.server_state.connections)
+        assert httpx.get(url).status_code == 200
+
+
+def test_who_does_not_read_is_cut_off() -> None:
+    with run_server(Limits(write_seconds=0.2), small_buffers=True) as running:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(30)
+        connection.connect(("127.0.0.1", running.port))
+        with connection:
+            body = json.dumps({"prompt": "a" * 300_000}).encode()
+            connection.sendall(
+                b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            running.wait_for(lambda: running.server.server_state.total_requests == 1)
+            running.wait_for(lambda: not running.server.server_state.connections)
+            head, _, rest = read_to_end(connection).partition(b"\r\n\r\n")
+            (length,) = re.findall(rb"content-length: (\d+)", head)
+            assert len(rest) < int(length)
+
+
+def test_a_drain_has_a_limit_and_tells_whoever_is_left() -> None:
+    with run_server(Limits(drain_seconds=0)) as running:
+        running.engine.hold()
+        found: list[str] = []
+
+        def ask() -> None:
+            wish = {"prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
+            url = f"http://127.0.0.1:{running.port}/v1/completions"
+            found.append(httpx.post(url, json=wish, timeout=30).text)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        running.engine.gate.release()
+        running.wait_for(lambda: running.engine.num_steps == 1)
+        # as a signal does, which only the main thread has
+        running.server.handle_exit(signal.SIGTERM, None)
+        running.wait_for(lambda: running.worker.state == "draining")
+        running.engine.let_go()
+        thread.join(30)
+        assert "shutting down" in found[0]
+        assert "[DONE]" not in found[0]
+        running.thread.join(30)
+        assert not running.thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_served_run(tmp_path_factory.mktemp("serving"))
+
+
+def start_process(*arguments: str) -> subprocess.Popen[str]:
+    source = str(Path(depthmix.__file__).parents[1])
+    variables = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    variables.pop("DEPTHMIX_API_KEY", None)
+    command = [sys.executable, "-m", "depthmix", "serve", "--device", "cpu", *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables)
+
+
+def test_sigterm_lets_requests_finish_and_exits_0(run: Path) -> None:
+    with start_process(str(run), "--port", "0") as process:
+        assert process.stderr is not None
+        try:
+            line = process.stderr.readline()
+            found = re.search(r"run at (http://127\.0\.0\.1:\d+)/v1", line)
+            assert found is not None, line + process.stderr.read()
+            assert process.stderr.readline() == "depthmix: ready\n"
+            wish = {"prompt": "a", "max_tokens": 300, "stream": True, "ignore_eos": True}
+            wish |= {"stream_options": {"include_usage": True}}
+            url = f"{found[1]}/v1/completions"
+            with httpx.stream("POST", url, json=wish, timeout=60) as answer:
+                lines = answer.iter_lines()
+                assert next(lines).startswith("data: ")
+                process.send_signal(signal.SIGTERM)
+                *_, usage, _, last, _ = list(lines)
+            assert last == "data: [DONE]"
+            used = json.loads(usage.removeprefix("data: "))["usage"]
+            assert used["completion_tokens"] == 300
+            assert process.wait(30) == 0
+            assert process.stderr.read() == "depthmix: stopped\n"
+        finally:
+            process.kill()
+
+
+def test_a_model_on_disk_becomes_an_engine(run: Path) -> None:
+    stored = open_model(run)
+    model = describe_model(stored, None)
+    assert (model.name, describe_model(stored, "else").name) == ("run", "else")
+    assert model.chat is not None
+    engine = load_engine(stored, device="cpu", max_batch=2, cache_tokens=1024)
+    assert engine.pages.num_rows == 2
+    (sample,) = engine.generate([[5]], SamplingParams(max_tokens=3, seed=1))[0].samples
+    assert sample.text is not None
+
+
+def test_keys_come_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DEPTHMIX_API_KEY", raising=False)
+    assert read_key(None) is None
+    monkeypatch.setenv("DEPTHMIX_API_KEY", "from-outside")
+    assert read_key(None) == "from-outside"
+    file = tmp_path / "key.txt"
+    file.write_text("from-file\n")
+    assert read_key(file) == "from-file"
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="is empty"):
+        read_key(file)
+
+
+def test_others_are_let_in_with_a_key_or_on_purpose() -> None:
+    for host in ("127.0.0.1", "127.5.0.1", "::1", "localhost"):
+        assert is_loopback(host)
+        check_exposure(host, None, no_auth=False)
+    for host in ("0.0.0.0", "::", "192.168.1.2", "example.com", ""):
+        assert not is_loopback(host)
+        with pytest.raises(ValueError, match="open to others"):
+            check_exposure(host, None, no_auth=False)
+        check_exposure(host, SECRET, no_auth=False)
+        check_exposure(host, None, no_auth=True)
+    with pytest.raises(ValueError, match="leave out one"):
+        check_exposure("0.0.0.0", SECRET, no_auth=True)
+
+
+def test_an_address_that_is_taken_is_told() -> None:
+    with bind_socket("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"cannot listen at 127.0.0.1:{port}"):
+            bind_socket("127.0.0.1", port)
+    for port in (-1, 70_000):
+        with pytest.raises(ValueError, match="must lie between 0 and 65535"):
+            bind_socket("127.0.0.1", port)

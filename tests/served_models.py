@@ -1,0 +1,205 @@
+"""A tiny model behind the server, for tests of it: in this process, or on disk. Asserts nothing."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+
+from depthmix.config import ModelConfig, Recipe, RunConfig, load_preset
+from depthmix.infer import Engine, Event
+from depthmix.models import Chat, Vocabulary
+from depthmix.models.write import write_run
+from depthmix.nn import Transformer
+from depthmix.serve.answers import ServedModel
+from depthmix.serve.app import make_app
+from depthmix.serve.limits import Limits
+from depthmix.serve.metrics import Metrics
+from depthmix.serve.worker import Worker
+
+END = 0
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('no developers') }}"
+    "{% endif %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CHAT = Chat(TEMPLATE, stop_tokens=(END,))
+FIELDS = {
+    **{"width": 16, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1, "max_seq_len": 512},
+    **{"vocab_size": 257, "routing.predictor_width": 8},
+}
+
+
+def play(scene: Coroutine[Any, Any, None]) -> None:
+    """Run a test's scene; one that hangs has failed."""
+
+    async def limited() -> None:
+        async with asyncio.timeout(60):
+            await scene
+
+    asyncio.run(limited())
+
+
+def make_config() -> ModelConfig:
+    return load_preset("tiny").override(FIELDS)
+
+
+def make_network() -> Transformer:
+    torch.manual_seed(1)
+    return Transformer(make_config()).eval()
+
+
+def make_tokenizer() -> tokenizers.Tokenizer:
+    """A token for every byte, and an end token before them."""
+    names = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
+
+
+def make_served(chat: Chat | None = CHAT, end_token: int = END) -> ServedModel:
+    return ServedModel("tiny", make_config(), Vocabulary(make_tokenizer(), end_token), chat, 1)
+
+
+def write_served_run(folder: Path) -> Path:
+    """The same model as a run on disk, which talks."""
+    source = folder / "source"
+    source.mkdir()
+    make_tokenizer().save(str(source / "tokenizer.json"))
+    # the head is the embedding, and is not kept twice
+    weights = dict(make_network().named_parameters())
+    run = RunConfig(model=make_config(), train=Recipe())
+    kept = {"source": source, "end_token": END, "chat": CHAT, "reason": "made for a test"}
+    return write_run(folder / "run", run, weights, **kept).path
+
+
+class HeldEngine(Engine):
+    """An engine whose steps wait until they may be taken, and fail where a test says so."""
+
+    def __init__(self, **options: Any) -> None:
+        decode = Vocabulary(make_tokenizer(), END).decode
+        options = {"max_batch": 4, "seed": 0, **options}
+        super().__init__(make_network(), decode=decode, **options)
+        self.gate = threading.Semaphore(0)
+        self.is_held, self.num_steps = False, 0
+        self.fail: Callable[[int], None] = lambda step: None
+
+    def step(self) -> list[Event]:
+        if self.is_held:
+            self.gate.acquire()
+        self.num_steps += 1
+        self.fail(self.num_steps)
+        return super().step()
+
+    def hold(self) -> None:
+        self.is_held = True
+
+    def let_go(self) -> None:
+        self.is_held = False
+        self.gate.release()
+
+
+class Opened(NamedTuple):
+    """A server in this process."""
+
+    app: Any
+    worker: Worker
+    engine: HeldEngine
+    client: httpx.AsyncClient
+
+    async def ask(self, path: str, **body: Any) -> httpx.Response:
+        return await self.client.post(path, json=body)
+
+    async def complete(self, **body: Any) -> dict[str, Any]:
+        answer = await self.ask("/v1/completions", **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def chat(self, content: str, **body: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": content}]
+        answer = await self.ask("/v1/chat/completions", messages=messages, **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def wait_for(self, is_so: Callable[[], bool]) -> None:
+        """Until the engine's thread has come so far; a test that hangs here has failed."""
+        async with asyncio.timeout(30):
+            while not is_so():
+                await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def open_service(
+    limits: Limits | None = None,
+    *,
+    engine: HeldEngine | None = None,
+    chat: Chat | None = CHAT,
+    end_token: int = END,
+    load: Callable[[], Engine] | None = None,
+    **options: Any,
+) -> AsyncIterator[Opened]:
+    """A server without sockets: the app, its worker, and a client that calls it directly."""
+    limits, engine = limits or Limits(), engine or HeldEngine()
+    worker = Worker(load or (lambda: engine), Metrics(), max_queue=limits.max_queue)
+    app = make_app(make_served(chat, end_token), worker, limits, **options)
+    worker.start()
+    if load is None:
+        await worker.wait_loaded()
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            yield Opened(app, worker, engine, client)
+    finally:
+        engine.let_go()
+        await worker.stop()
+
+
+def read_stream(text: str) -> list[dict[str, Any]]:
+    """The events of a stream, which has to end as it should."""
+    *events, last, rest = text.split("\n\n")
+    assert rest == ""
+    assert last == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+class Caller:
+    """A client that is played by hand: it can leave in the middle."""
+
+    def __init__(self, app: Any, path: str, **body: Any) -> None:
+        self.gone = asyncio.Event()
+        self.sent: list[dict[str, Any]] = []
+        self._parts = [json.dumps(body).encode()]
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
+        scope |= {"headers": headers, "query_string": b"", "root_path": "", "http_version": "1.1"}
+        scope |= {"scheme": "http", "server": ("localhost", 80), "client": ("127.0.0.1", 1)}
+        scope |= {"asgi": {"version": "3.0", "spec_version": "2.3"}}
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    @property
+    def text(self) -> str:
+        return b"".join(message.get("body", b"") for message in self.sent).decode()
+
+    async def leave(self) -> None:
+        self.gone.set()
+        await self.task
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._parts:
+            return {"type": "http.request", "body": self._parts.pop(), "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
