@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "First steps": ("demo",),
     "Train": ("presets", "describe", "prepare", "train", "runs"),
-    "Use a model": ("sample", "view", "trace", "eval"),
+    "Use a model": ("sample", "serve", "view", "trace", "eval"),
     "Exchange models": ("upcycle", "export", "import"),
     "Many runs, many GPUs": ("sweep", "report", "plan-memory"),
 }

@@ -14,7 +14,7 @@ from depthmix.cli.arguments import (
     TokenizerPlace,
     app,
     check_device,
-    tell_missing,
+    name_missing_extra,
 )
 
 
@@ -97,7 +97,7 @@ def serve(
     for option, value in (("--batch", batch), ("--cache-tokens", cache_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{option} {value} must be at least 1")
-    with tell_missing("serve"):
+    with name_missing_extra("serve"):
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
