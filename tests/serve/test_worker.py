@@ -9,7 +9,7 @@ import pytest
 from depthmix.infer import Engine, Event, SamplingParams
 from depthmix.serve.metrics import Metrics
 from depthmix.serve.problems import BusyError, FailedError, RefusedError, UnavailableError
-from depthmix.serve.worker import Job, Worker, tell_failure
+from depthmix.serve.worker import Job, Worker, describe_failure
 from served_models import HeldEngine, play
 
 SIX = SamplingParams(max_tokens=6, seed=3, n=2, logprobs=1)
@@ -247,7 +247,7 @@ def test_draining_finishes_and_stopping_tells_the_rest() -> None:
 
 
 def test_a_client_learns_nothing_of_the_inside() -> None:
-    assert "memory" in tell_failure(MemoryError())
-    assert "memory" in tell_failure(RuntimeError("CUDA out of memory. Tried 3 GiB at 0xff"))
+    assert "memory" in describe_failure(MemoryError())
+    assert "memory" in describe_failure(RuntimeError("CUDA out of memory. Tried 3 GiB at 0xff"))
     for error in (RuntimeError("CUDA out of memory at 0xff"), KeyError("/root/0xff")):
-        assert "0xff" not in tell_failure(error)
+        assert "0xff" not in describe_failure(error)

@@ -82,6 +82,13 @@ TokenizerPlace = Annotated[
 MaxTokens = Annotated[
     int | None, typer.Option(help="Limit on the tokens of the text; all if empty.")
 ]
+Selector = Annotated[
+    str | None,
+    typer.Option(
+        help="What decides over depth: predictor, router, or all to skip nothing.",
+        show_default="the trained head",
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")]
 
 

@@ -14,6 +14,7 @@ from depthmix.cli.arguments import (
     Device,
     ModelPath,
     PlainCommand,
+    Selector,
     TokenizerPlace,
     app,
     check_device,
@@ -76,13 +77,7 @@ def sample(
         int | None,
         typer.Option(help="The same seed gives the same texts; a new one if empty."),
     ] = None,
-    selector: Annotated[
-        str | None,
-        typer.Option(
-            help="What decides over depth: predictor, router, or all to skip nothing.",
-            show_default="the trained head",
-        ),
-    ] = None,
+    selector: Selector = None,
     stream: Annotated[
         bool | None,
         typer.Option(

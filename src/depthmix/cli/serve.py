@@ -11,6 +11,7 @@ from depthmix.cli.arguments import (
     Device,
     ModelPath,
     PlainCommand,
+    Selector,
     TokenizerPlace,
     app,
     check_device,
@@ -41,13 +42,7 @@ def serve(
         list[str] | None,
         typer.Option(help="A site whose pages may call; may be repeated.", metavar="URL"),
     ] = None,
-    selector: Annotated[
-        str | None,
-        typer.Option(
-            help="Who decides over depth: predictor, router, or all to skip nothing.",
-            show_default="the trained head",
-        ),
-    ] = None,
+    selector: Selector = None,
     batch: Annotated[
         int | None,
         typer.Option(help="Most samples at a time.", show_default="8 on a CPU, 256 on a GPU"),

@@ -1,7 +1,7 @@
 """A model behind HTTP, in the shapes of OpenAI's interface.
 
     limits     every limit and its default
-    problems   what a client is told when something is wrong
+    problems   errors as a client sees them
     shapes     requests and answers as they travel
     metrics    counts and times for Prometheus
     worker     the one thread that owns the engine

@@ -50,7 +50,7 @@ class ServedModel(NamedTuple):
     """When it was loaded, in seconds since 1970."""
 
     def spell(self, token: int) -> str:
-        """A token's text; one that is only a part of a character is told by its number."""
+        """A token's text; one that is only a part of a character is given by its number."""
         text = self.vocabulary.decode([token])
         return f"token_id:{token}" if REPLACEMENT in text else text
 
@@ -71,7 +71,7 @@ class Draft(ABC):
         self._num_chars = [0] * num
 
     def take(self, choice: int, event: Event) -> None:
-        """Note what an event tells."""
+        """Record an event."""
         if event.token is not None:
             self.starts[choice].append(self._num_chars[choice])
         self._num_chars[choice] += len(event.text)
@@ -108,7 +108,7 @@ class Draft(ABC):
         if not self.wish.depth or sample is None:
             return None
         num_prompt = len(self.prompts[choice // self.wish.n])
-        told = [tell_path(path) for path in sample.depth.blocks]
+        told = [format_path(path) for path in sample.depth.blocks]
         own: list[str | None] = [*told[num_prompt:]]
         own += [None] * (len(sample.tokens) - len(own))
         return TokenPaths(
@@ -117,11 +117,11 @@ class Draft(ABC):
             completion=own[: len(sample.tokens)],
         )
 
-    def tell_step(self, event: Event) -> StepPath | None:
+    def make_step_path(self, event: Event) -> StepPath | None:
         """A token's place in a stream, where paths were asked for."""
         if not self.wish.depth or event.token is None:
             return None
-        return StepPath(token=event.token, previous=tell_path(event.path))
+        return StepPath(token=event.token, previous=format_path(event.path))
 
     @abstractmethod
     def finish(self) -> BaseModel:
@@ -129,15 +129,15 @@ class Draft(ABC):
 
     @abstractmethod
     def start_stream(self) -> Iterator[BaseModel]:
-        """What is told before the first token."""
+        """What is sent before the first token."""
 
     @abstractmethod
     def continue_stream(self, choice: int, event: Event) -> BaseModel | None:
-        """An event's piece; None where it has nothing to tell yet."""
+        """An event's piece; None if it has nothing new yet."""
 
     @abstractmethod
     def end_stream(self) -> BaseModel:
-        """The piece that tells what was used."""
+        """The piece with the usage."""
 
 
 class CompletionDraft(Draft):
@@ -152,7 +152,7 @@ class CompletionDraft(Draft):
         prompts: list[list[int]],
         echoes: Sequence[str] | None = None,
     ) -> None:
-        """`echoes` are the prompts' texts, where they are told again."""
+        """`echoes` are the prompts' texts, if they are to be repeated."""
         super().__init__(model, wish, prompts)
         self.echoes = echoes
 
@@ -162,7 +162,7 @@ class CompletionDraft(Draft):
                 index=index,
                 text=self._echo(index) + (sample.text or ""),
                 logprobs=self._list_logprobs(index, sample),
-                finish_reason=tell_finish(sample),
+                finish_reason=name_finish(sample),
                 depth=self.list_paths(index),
             )
             for index, sample in enumerate(self.list_samples())
@@ -175,10 +175,10 @@ class CompletionDraft(Draft):
                 yield self._make([CompletionChoice(index=index, text=self._echo(index))])
 
     def continue_stream(self, choice: int, event: Event) -> CompletionAnswer | None:
-        depth = self.tell_step(event)
+        depth = self.make_step_path(event)
         if not event.text and event.result is None and depth is None:
             return None
-        finish = None if event.result is None else tell_finish(event.result)
+        finish = None if event.result is None else name_finish(event.result)
         piece = CompletionChoice(index=choice, text=event.text, finish_reason=finish, depth=depth)
         return self._make([piece])
 
@@ -230,7 +230,7 @@ class ChatDraft(Draft):
                     index=index,
                     message=AssistantMessage(content=sample.text or ""),
                     logprobs=self._list_logprobs(sample),
-                    finish_reason=tell_finish(sample),
+                    finish_reason=name_finish(sample),
                     depth=self.list_paths(index),
                 )
                 for index, sample in enumerate(self.list_samples())
@@ -243,10 +243,10 @@ class ChatDraft(Draft):
             yield self._make([ChatDelta(index=index, delta={"role": "assistant", "content": ""})])
 
     def continue_stream(self, choice: int, event: Event) -> ChatChunk | None:
-        depth = self.tell_step(event)
+        depth = self.make_step_path(event)
         if not event.text and event.result is None and depth is None:
             return None
-        finish = None if event.result is None else tell_finish(event.result)
+        finish = None if event.result is None else name_finish(event.result)
         delta: dict[Literal["role", "content"], str] = {"content": event.text} if event.text else {}
         return self._make([ChatDelta(index=choice, delta=delta, finish_reason=finish, depth=depth)])
 
@@ -277,11 +277,11 @@ class ChatDraft(Draft):
         return {"token": self.model.spell(token), "logprob": logprob, "bytes": known}
 
 
-def tell_path(path: Path) -> str:
+def format_path(path: Path) -> str:
     """A 1 for each routed block that a token went through, a 0 for each that it skipped."""
     return "".join("1" if taken else "0" for taken in path)
 
 
-def tell_finish(sample: Sample) -> Literal["stop", "length"]:
+def name_finish(sample: Sample) -> Literal["stop", "length"]:
     """Why a sample ended."""
     return "stop" if sample.finish == "stop" else "length"

@@ -48,7 +48,7 @@ from depthmix.serve.worker import Job, Worker
 # texts as long as this are encoded in a thread, so that others need not wait
 LONG_TEXT = 16_384
 JSON = "application/json"
-# nginx's own status for a client that has gone: nobody reads it
+# nginx's status for a client that has gone; only logs see it
 GONE = 499
 
 logger = logging.getLogger("depthmix.serve")
@@ -383,7 +383,7 @@ class EventStream(Response):
         except ServeError as problem:
             # the status has been sent: clients look for this
             self.outcome = problem.outcome
-            await write([json.dumps(problem.tell()).encode()], more=False)
+            await write([json.dumps(problem.to_dict()).encode()], more=False)
             return
         last = [encode_shape(draft.end_stream())] if draft.wish.includes_usage else []
         self.outcome = "completed"

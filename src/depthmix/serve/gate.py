@@ -1,4 +1,4 @@
-"""Who comes in, and with how much: the key, the host's name, and the size and pace of a body.
+"""What is let in, and how much of it: the key, the host's name, and the size and pace of a body.
 
 Stands before the routes, so that nothing of a request is read that is not wanted. Knows nothing of
 what is asked.
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from depthmix.serve.limits import Limits
 from depthmix.serve.problems import ServeError, StatusError
 
-# whoever watches the process needs no key to ask whether it lives
+# liveness checks need no key
 OPEN_PATHS = frozenset({"/health"})
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
@@ -126,7 +126,7 @@ class PlainJSON(Response):
 
 def answer_problem(problem: ServeError) -> Response:
     """A problem as an answer."""
-    text = json.dumps(problem.tell(), ensure_ascii=False)
+    text = json.dumps(problem.to_dict(), ensure_ascii=False)
     return PlainJSON(text, status_code=problem.status, headers=problem.headers)
 
 

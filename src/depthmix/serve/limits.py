@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 # `float` alone refuses 1 where types are checked at run time
 Seconds = float | int
 
-# what the interface allows whoever runs the server: costs grow with each of them
+# fixed bounds of the interface: the cost of a request grows with each of them
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024

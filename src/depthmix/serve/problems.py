@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: a sentence, in the shape of OpenAI's errors.
+"""Errors as a client sees them: a sentence, in the shape of OpenAI's errors.
 
 Owns the kinds of problems and their status codes. A sentence says what to do, and nothing of the
 server's inside: that goes to its log.
@@ -28,7 +28,7 @@ class ServeError(Exception):
         """What goes with it."""
         return {"Retry-After": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
 
-    def tell(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The body of the answer."""
         return {
             "error": {

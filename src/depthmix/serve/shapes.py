@@ -39,7 +39,7 @@ NEEDS_ENGINE = {
 
 
 def read_ids(value: Any) -> list[int]:
-    """Token ids; checked by hand, as a complaint about each of a million items helps nobody."""
+    """Token ids; checked by hand, as a complaint about each of a million items is no help."""
     if isinstance(value, list) and all(type(item) is int for item in value):
         return value
     raise PydanticCustomError("ids", "must be a list of token ids")
@@ -120,13 +120,13 @@ class WishShape(BaseModel):
 
 
 class StreamOptions(WishShape):
-    """What a stream tells beside the text."""
+    """What a stream sends besides the text."""
 
     include_usage: bool = False
 
 
 class SamplingShape(WishShape):
-    """How tokens are drawn, and what is told of them."""
+    """How tokens are drawn, and what is returned with them."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -183,11 +183,11 @@ class SamplingShape(WishShape):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def count_logprobs(self) -> int | None:
-        """How many alternatives are told, None where no log-probability is."""
+        """Number of alternatives to return; None for no log-probabilities at all."""
         raise NotImplementedError
 
     def count_tokens(self) -> int | None:
-        """How many tokens may come; None where nobody says."""
+        """Limit on the new tokens; None if the request sets none."""
         return self.max_tokens
 
     def make_params(self, *, max_tokens: int, end_tokens: Sequence[int]) -> SamplingParams:
@@ -247,7 +247,7 @@ class TextPart(WishShape):
 
 
 class ChatMessage(WishShape):
-    """What somebody said."""
+    """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
@@ -272,7 +272,7 @@ class ChatWish(SamplingShape):
 
     @model_validator(mode="after")
     def check_top_logprobs(self) -> "ChatWish":
-        """They are told beside the token's own."""
+        """They are returned beside the token's own."""
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError(
                 "unsupported", "'{name}' needs logprobs: set it to true", {"name": "top_logprobs"}
@@ -340,7 +340,7 @@ class TokenPaths(BaseModel):
     """Which of the model's blocks these are, from 0."""
     prompt: list[str]
     completion: list[str | None]
-    """The last token is told and never computed: it has no path."""
+    """The last token is returned and never computed: it has no path."""
 
 
 class StepPath(BaseModel):

@@ -29,7 +29,7 @@ from depthmix.serve.problems import (
 
 State = Literal["loading", "ready", "draining", "broken", "stopped"]
 
-# as many failed steps in a row are no accident: whoever watches /health should act
+# this many failed steps in a row are no accident: /health then asks for attention
 MOST_FAILURES = 3
 JOIN_SECONDS = 5.0
 
@@ -85,7 +85,7 @@ class Job:
         return news
 
     def _hear(self, news: "Told | ServeError | None") -> int:
-        """Take what the worker has to tell; returns how many samples ended by it."""
+        """Take the worker's news; returns how many samples ended with it."""
         num_before = self.num_open
         if isinstance(news, ServeError):
             if num_before:
@@ -222,7 +222,7 @@ class Worker:
                     self._step(self.engine)
             self._enter("stopped")
         except BaseException as error:
-            # whatever it is: nobody must wait for a thread that is gone
+            # whatever the error: no request may wait for a thread that is gone
             if self.engine is not None:
                 logger.exception("the engine broke, and takes no more requests")
             self.error = error
@@ -268,7 +268,7 @@ class Worker:
                 problem: ServeError = RefusedError(str(error))
             else:
                 logger.exception("a request could not be added")
-                problem = FailedError(tell_failure(error))
+                problem = FailedError(describe_failure(error))
             self._report([(job, problem)])
             return
         self.metrics.tokens_in.inc(sum(map(len, job.prompts)))
@@ -286,9 +286,9 @@ class Worker:
             logger.exception("a step failed, and the requests in it with it")
             self.metrics.failed_steps.inc()
             self.num_failures += 1
-            self.last_failure = tell_failure(error)
+            self.last_failure = describe_failure(error)
             stats = engine.stats()
-            # whoever had a row in it; a step that fails may take the rows back
+            # the requests that had a row in it; a failing step may take the rows back
             num_rows = stats.num_running + stats.num_preempted - num_preempted
             self._fail_oldest(engine, num_rows, FailedError(self.last_failure))
         else:
@@ -345,7 +345,7 @@ class Worker:
         self._report(news)
 
     def _report(self, news: Sequence[_News]) -> None:
-        """Hand over news; whoever has heard them finds the numbers that belong to them."""
+        """Hand over news; a reader who has them finds metrics that include them."""
         self._show()
         if news:
             self._post(news)
@@ -357,7 +357,7 @@ class Worker:
         self.metrics.show(self.stats, pages.num_used, pages.num_pages)
 
     def _turn_away(self, problem: ServeError) -> None:
-        """Tell everybody who still waits that it is over."""
+        """Fail all requests that still wait."""
         jobs = {prompt.job: None for prompt in self._prompts.values()}
         self._prompts.clear()
         self._post([(job, problem) for job in jobs])
@@ -387,7 +387,7 @@ class Worker:
                     self.num_open -= order.job._hear(UnavailableError(SORRY[self.state]))
 
 
-def tell_failure(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
     """What a client may know of an error inside."""
     words = f"{type(error).__name__} {error}".lower()
     if isinstance(error, MemoryError) or "outofmemory" in words or "out of memory" in words:
