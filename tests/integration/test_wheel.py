@@ -212,7 +212,7 @@ def test_shells_complete_verbs_and_options(installed: Installed) -> None:
     asked = ["bash", "-c", f"{installed.bin / 'depthmix'} --show-completion; exit $?"]
     script = subprocess.check_output(asked, text=True, env=clean_environment())
     assert "complete -o default -F _depthmix_completion depthmix" in script
-    for typed, expected in (("tr", ["trace", "train"]), ("describe --js", ["--json"])):
+    for typed, expected in (("tr", ["train", "trace"]), ("describe --js", ["--json"])):
         typing = f"COMP_WORDS=(depthmix {typed}); COMP_CWORD={len(typed.split())}"
         code = f'{script}\n{typing}; _depthmix_completion depthmix; echo "${{COMPREPLY[@]}}"'
         told = subprocess.check_output(
