@@ -22,7 +22,7 @@ def demo(
 ) -> None:
     """Train a model and its dense twin at equal compute.
 
-    On Python's own standard library; two CPU cores take about five minutes. Ends with a report of
+    On Python's own standard library; two CPU cores take about ten minutes. Ends with a report of
     both runs, and a page of which tokens the routed model sends through which blocks.
     """
     check_device(device)
