@@ -555,7 +555,8 @@ class Flights:
         self.pick = random.Random(seed)
         self.share = self.pick.choice((0.0, 0.3, 0.8, 1.0))
         self.alive: dict[int, Traveller] = {}
-        self.steps: deque[list[Chunk]] = deque()
+        # the rounds of each step, and how many of the oldest are settled
+        self.steps: deque[list[list[Chunk]]] = deque()
         self.num_added = 0
 
     def add(self) -> None:
@@ -579,8 +580,9 @@ class Flights:
         row_of = {key: t.row for key, t in self.alive.items() if t.row is not None}
         key_of = {row: key for key, row in row_of.items()}
         self.pages.released.clear()
-        plan = self.scheduler.plan()
-        chunks = list(plan)
+        plan = self.scheduler.plan(self.pick.choice((1, 1, 2, 5)))
+        rounds = [list(part) for part in plan.split()]
+        chunks = rounds[0]
         for row in self.pages.released:
             key = key_of[row]
             traveller = self.alive[key]
@@ -590,15 +592,17 @@ class Flights:
         keys = [chunk.key for chunk in chunks]
         assert len(set(keys)) == len(keys)
         assert sum(chunk.count for chunk in chunks) <= self.scheduler.max_step_tokens
-        for chunk in chunks:
-            self.check_chunk(chunk)
         # the plan itself: only then may the next one repeat it
         self.scheduler.start(plan)
-        for chunk in chunks:
-            self.alive[chunk.key].num_started += chunk.count
-        self.check_books()
         if chunks:
-            self.steps.append(chunks)
+            self.steps.append([])
+        for part in rounds:
+            for chunk in part:
+                self.check_chunk(chunk)
+                self.alive[chunk.key].num_started += chunk.count
+            if chunks:
+                self.steps[-1].append(part)
+        self.check_books()
         return bool(chunks)
 
     def check_chunk(self, chunk: Chunk) -> None:
@@ -607,7 +611,8 @@ class Flights:
             traveller.row, traveller.lengths = chunk.row, [0] * self.pages.num_layers
         assert (chunk.row, chunk.start) == (traveller.row, traveller.num_started)
         # tokens that steps in flight will draw count as known, up to the maximum
-        num_ahead = sum(c.samples for step in self.steps for c in step if c.key == chunk.key)
+        parts = [part for step in self.steps for part in step]
+        num_ahead = sum(c.samples for part in parts for c in part if c.key == chunk.key)
         num_expected = min(traveller.num_known + num_ahead, traveller.max_known)
         end = chunk.start + chunk.count
         assert chunk.start < end <= num_expected
@@ -634,8 +639,16 @@ class Flights:
         assert not any(self.pages.count_owned(row) for row in empty)
 
     def settle(self, *, may_stop: bool = True) -> None:
-        """Finish the oldest step: first settle it, then take its tokens, like the engine."""
-        chunks, layers = self.steps.popleft(), range(self.pages.num_layers)
+        """Finish the oldest step: settle each round, then take its tokens, like the engine."""
+        step = self.steps[0]
+        while step:
+            # in flight until it is settled
+            self.settle_round(step.pop(0), may_stop)
+        self.steps.popleft()
+        self.check_books()
+
+    def settle_round(self, chunks: list[Chunk], may_stop: bool) -> None:
+        layers = range(self.pages.num_layers)
         stored = [
             [sum(self.pick.random() < self.share for _ in range(chunk.count)) for _ in layers]
             for chunk in chunks
@@ -661,12 +674,13 @@ class Flights:
             else:
                 self.scheduler.append(chunk.key)
                 traveller.num_known += 1
-        self.check_books()
 
     def fail(self, *, restart: bool) -> None:
         """A step failed: all steps in flight are abandoned, newest first."""
+        # whoever repeats steps without the host cannot leave the cache as it was
+        restart = restart or any(len(step) > 1 for step in self.steps)
         while self.steps:
-            for chunk in self.steps.pop():
+            for chunk in self.steps.pop()[0]:
                 self.scheduler.abandon(chunk, restart=restart)
                 traveller = self.alive.get(chunk.key)
                 if traveller is None:
@@ -793,6 +807,28 @@ def test_steps_that_only_decode_repeat_the_last_plan() -> None:
     # a new sequence is planned beside the others
     scheduler.add(2, 3, 1)
     assert scheduler.plan().key.tolist() == [2]
+
+
+def test_a_repeated_plan_has_as_many_rounds_as_rows_have_tokens() -> None:
+    scheduler = make_simulation(num_pages=32).scheduler
+    for key in range(2):
+        scheduler.add(key, 3, 7 + key)
+    plans = []
+    for _ in range(5):
+        plans.append(scheduler.plan(4))
+        scheduler.start(plans[-1])
+    # prompts and new rows are planned once; the first sequence ends after seven more tokens
+    assert [(plan.start.tolist(), plan.rounds) for plan in plans] == [
+        ([0, 0], 1),
+        ([3, 3], 1),
+        ([4, 4], 4),
+        ([8, 8], 2),
+        ([10], 1),
+    ]
+    assert scheduler.pages.promised.tolist()[:2] == [10, 11]
+    for part in plans[2].split():
+        assert part.rounds == 1
+    assert [part.start.tolist() for part in plans[2].split()] == [[n, n] for n in (4, 5, 6, 7)]
 
 
 def test_nobody_under_way_gives_way() -> None:

@@ -36,7 +36,9 @@ CHUNK_CPU, CHUNK_GPU = 512, 8192
 # room for a routed block's tokens, over its capacity: texts use more depth or less
 CACHE_MARGIN = 1.25
 # tokens that rows have room for beyond the next step: their books need not be kept at every one
-PAGES_AHEAD = 4
+PAGES_AHEAD = 8
+# after so many steps in a row that the host had to wait for, steps have fewer rounds
+PATIENCE = 16
 # paths through the routed blocks that are remembered; a model of many blocks has more than memory
 MOST_PATHS = 1 << 16
 # default share of a GPU's free memory that the cache takes
@@ -145,6 +147,8 @@ class Engine:
         self._meter = DepthMeter(config, chosen)
         self._paths = _KnownPaths()
         self._steps: deque[_Step] = deque()
+        # rounds of a step of decoding rows, and steps in a row that were waited for
+        self._rounds, self._num_waits = 1, 0
         # the first guards the books, the second the one thread that steps
         self._lock, self._stepping = threading.RLock(), threading.Lock()
         self._num_requests = self._num_keys = self._peak_pages = 0
@@ -186,23 +190,25 @@ class Engine:
     def step(self) -> list[Event]:
         """Run one step of the requests that the scheduler chose; returns what is new.
 
-        If it raises, no token is lost: the next call tries again. A request whose own text cannot
-        be decoded ends alone, as failed.
+        Where the host is slower than the device, a step may draw several tokens of each sample. If
+        it raises, no token is lost: the next call tries again. A request whose own text cannot be
+        decoded ends alone, as failed.
         """
         with self._own_steps():
             try:
                 with self._lock:
                     while len(self._steps) < self.runner.depth:
-                        plan = self.scheduler.plan()
+                        plan = self.scheduler.plan(self._rounds)
                         if not plan:
                             break
                         self._start(plan)
                 if not self._steps:
                     return []
+                self._choose_rounds()
                 # others may add and cancel meanwhile
-                report = self._steps[0].flight.wait()
+                reports = self._steps[0].flight.wait()
                 with self._lock:
-                    return self._settle(self._steps.popleft().plan, report)
+                    return self._settle(self._steps.popleft().plan, reports)
             except BaseException:
                 with self._lock:
                     self._abandon()
@@ -326,10 +332,37 @@ class Engine:
             raise
         self._steps.append(_Step(plan, tracks, flight))
 
-    def _settle(self, plan: Plan, report: Report) -> list[Event]:
-        self.scheduler.settle(plan, report.stored)
-        self._peak_pages = max(self._peak_pages, self.pages.num_used)
+    def _choose_rounds(self) -> None:
+        """Let steps have more rounds while the device is done before the host asks for a result.
+
+        The host's work for a step is then shared by more tokens. Where the host waits anyway, more
+        rounds only make new requests wait, and compute tokens after the last one.
+        """
+        if self._steps[0].flight.is_ready():
+            self._rounds = min(2 * self._rounds, self.runner.most_rounds)
+            self._num_waits = 0
+            return
+        self._num_waits += 1
+        if self._num_waits >= PATIENCE:
+            self._rounds = max(1, self._rounds // 2)
+            self._num_waits = 0
+
+    def _settle(self, plan: Plan, reports: Sequence[Report]) -> list[Event]:
         events: list[Event] = []
+        try:
+            for part, report in zip(plan.split(), reports, strict=True):
+                self.scheduler.settle(part, report.stored)
+                self._peak_pages = max(self._peak_pages, self.pages.num_used)
+                self._take(part, report, events)
+        except BaseException:
+            # a sequence whose token was not taken would never be planned again
+            for chunk in plan:
+                self.scheduler.abandon(chunk, restart=True)
+            raise
+        return events
+
+    def _take(self, plan: Plan, report: Report, events: list[Event]) -> None:
+        """Add the tokens of one round to their samples."""
         # whose tokens go on
         alive: list[int] = []
         columns = (plan.key.tolist(), plan.start.tolist(), plan.count.tolist(), *report[:4])
@@ -356,7 +389,6 @@ class Engine:
                 events.append(Event(track.request, track.number, token, text, path, None))
         finally:
             self.scheduler.append(*alive)
-        return events
 
     def _abandon(self) -> None:
         """Take back all steps that are under way, the newest first."""

@@ -43,6 +43,9 @@ class Plan:
     start: np.ndarray
     count: np.ndarray
     samples: np.ndarray
+    rounds: int = 1
+    """How often the step is computed, each time for the tokens drawn the time before. More than
+    once only if every chunk decodes: the host then has less to do for each token."""
 
     @classmethod
     def gather(cls, chunks: "Chunks") -> "Plan":
@@ -64,6 +67,14 @@ class Plan:
 
     def __getitem__(self, index: slice) -> "Plan":
         return Plan(*(column[index] for column in self.columns))
+
+    def split(self) -> "Iterator[Plan]":
+        """The plan of each round."""
+        if self.rounds == 1:
+            yield self
+            return
+        for number in range(self.rounds):
+            yield Plan(self.key, self.row, self.start + number, self.count, self.samples)
 
 
 Chunks = Plan | Sequence[Chunk]
@@ -216,13 +227,16 @@ class Scheduler:
         else:
             self._stop(sequence)
 
-    def plan(self) -> Plan:
+    def plan(self, most_rounds: int = 1) -> Plan:
         """Choose the chunks of the next step and reserve their pages; empty if there is no work.
+
+        The step has more than one round, up to `most_rounds`, if it decodes the same rows as the
+        last one and no sequence waits.
 
         This may preempt sequences, but never one in a step in flight: if that would be necessary,
         the plan is empty until that step is settled. A chunk that is not started is planned again.
         """
-        repeated, self._repeated = self._repeat(), None
+        repeated, self._repeated = self._repeat(most_rounds), None
         if repeated is not None:
             self._repeated = repeated
             return repeated
@@ -235,16 +249,17 @@ class Scheduler:
         """Record that a planned step is in flight: later plans build on its outcome."""
         plan = Plan.gather(chunks)
         self._was_started = plan is self._repeated
-        self._num_started[plan.row] += plan.count
-        self._num_ahead[plan.row] += plan.samples
-        self.pages.promise(plan.row, plan.count)
+        self._num_started[plan.row] += plan.count * plan.rounds
+        self._num_ahead[plan.row] += plan.samples * plan.rounds
+        self.pages.promise(plan.row, plan.count * plan.rounds)
 
     def settle(self, chunks: Chunks, stored: Stored) -> None:
         """Record that a step was computed: layer l stored `stored[i][l]` tokens of chunks[i].
 
-        Chunks of sequences removed in the meantime are ignored.
+        Rounds are settled one by one. Chunks of sequences removed in the meantime are ignored.
         """
         plan = Plan.gather(chunks)
+        assert plan.rounds == 1
         row, start, count, samples = plan.row, plan.start, plan.count, plan.samples
         is_there = self._key[row] == plan.key
         if np.count_nonzero(is_there) < len(row):
@@ -298,17 +313,19 @@ class Scheduler:
         more = Plan.gather(chunks)
         return Plan(*map(np.concatenate, zip(plan.columns, more.columns, strict=True)))
 
-    def _repeat(self) -> Plan | None:
+    def _repeat(self, most_rounds: int) -> Plan | None:
         """Repeat a plan of decoding rows only, if the rows are the same and have room."""
         last = self._repeated
         if last is None or not self._was_started or not self._num_repeats:
             return None
-        short = last.row[self.pages.room[last.row] == 0]
-        if len(short) and not self.pages.reserve_all(short, 1):
+        rounds = min(most_rounds, self._num_repeats)
+        short = last.row[self.pages.room[last.row] < rounds]
+        if len(short) and not self.pages.reserve_all(short, rounds):
             return None
-        self._num_repeats, self._was_started = self._num_repeats - 1, False
+        self._num_repeats, self._was_started = self._num_repeats - rounds, False
         # the same column objects, so that a caller who knows them need not read them again
-        return Plan(last.key, last.row, last.start + 1, last.count, last.samples)
+        start = last.start + last.rounds
+        return Plan(last.key, last.row, start, last.count, last.samples, rounds)
 
     def _reserve_next(self, decoding: np.ndarray) -> np.ndarray:
         """Reserve room for the next token of these rows, oldest first; return those that got it."""

@@ -59,7 +59,13 @@ def join_reports(reports: Sequence[Report]) -> Report:
 class Flight(Protocol):
     """A step in flight."""
 
-    def wait(self) -> Report: ...
+    def is_ready(self) -> bool:
+        """Whether the device was done before anybody asked: the host keeps it waiting."""
+        ...
+
+    def wait(self) -> Sequence[Report]:
+        """One report for each round of the step."""
+        ...
 
 
 class Ready(NamedTuple):
@@ -67,8 +73,11 @@ class Ready(NamedTuple):
 
     report: Report
 
-    def wait(self) -> Report:
-        return self.report
+    def is_ready(self) -> bool:
+        return False
+
+    def wait(self) -> Sequence[Report]:
+        return (self.report,)
 
 
 @runtime_checkable
@@ -81,6 +90,8 @@ class StepRunner(Protocol):
     """Maximum number of steps in flight."""
     can_retry: bool
     """Whether a failed step leaves the cache unchanged."""
+    most_rounds: int
+    """Maximum number of rounds of a step."""
 
     def launch(self, plan: Plan, tracks: Sequence[Track]) -> Flight:
         """Start a step with these chunks, whose samples are `tracks`."""

@@ -13,6 +13,7 @@ from depthmix.infer import Engine, SamplingParams
 from depthmix.infer import engine as engine_module
 from depthmix.infer.paths.plain import Runner, find_shape_obstacle
 from depthmix.infer.results import Sample
+from depthmix.infer.track import Track
 from depthmix.nn import Transformer
 from variants import causal_cases, make_config, make_model, make_tokens
 
@@ -206,6 +207,97 @@ def test_a_step_that_fails_is_tried_again(works: bool, monkeypatch: pytest.Monke
         run(engine)
     found = run(engine)
     assert [found[number, 0].tokens for number in range(3)] == expected
+    assert_free(engine)
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A host that is always late, so that steps have more and more rounds; how many each had."""
+    monkeypatch.setattr(fused.FusedFlight, "is_ready", lambda self: True)
+    original, found = fused.FusedRunner.launch, []
+
+    def launch(self: Any, plan: Any, tracks: Any) -> Any:
+        found.append(plan.rounds)
+        return original(self, plan, tracks)
+
+    monkeypatch.setattr(fused.FusedRunner, "launch", launch)
+    return found
+
+
+@pytest.mark.parametrize("sizes", [SMALL, pytest.param({"num_layers": 4}, marks=pytest.mark.gpu)])
+def test_rounds_of_a_step_change_nothing(sizes: dict[str, Any], rounds: list[int]) -> None:
+    """Settings, stop tokens and depth: as with one round, which the other runner always has."""
+    model, other = make("mod", **sizes), make("mod", **sizes).cpu()
+    wishes = [{"max_tokens": 12, "seed": 7} | SETTINGS[n] for n in (1, 4, 5)]
+    # one that a stop token ends in the middle of a step
+    options = {"invariant": True, "record": False}
+    first = make_engine(other, **options).generate(PROMPTS[:1], SamplingParams(**wishes[0]))
+    wishes[0]["stop_tokens"] = [first[0].samples[0].tokens[5]]
+    params = [SamplingParams(**wish) for wish in wishes]
+    expected = make_engine(other, **options).generate(PROMPTS, params)
+    assert expected[0].samples[0].finish == "stop"
+    rounds.clear()
+    engine = make_engine(model)
+    found = engine.generate(PROMPTS, params)
+    assert max(rounds) > 2
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, two in zip(ours.samples, theirs.samples, strict=True):
+            assert one.tokens == two.tokens
+            assert one.finish == two.finish
+            assert one.depth == two.depth
+            if two.logprobs is not None:
+                assert one.logprobs == pytest.approx(two.logprobs, abs=1e-3)
+            if two.top_logprobs is not None:
+                tops = [[t.token for t in top] for top in two.top_logprobs]
+                assert [[t.token for t in top] for top in one.top_logprobs or ()] == tops
+    assert_free(engine)
+
+
+@pytest.mark.parametrize("num_layers", [1, pytest.param(4, marks=pytest.mark.gpu)])
+def test_rounds_in_a_small_cache(num_layers: int, rounds: list[int]) -> None:
+    """Sequences give way, are cancelled and are added between steps of several rounds."""
+    model = make("dense", num_layers=num_layers)
+    engine = make_engine(model, cache_tokens=24, max_batch=2, page_size=2)
+    prompts = [make_tokens(model.config, n, seed=n).tolist() for n in (7, 6, 3)]
+    params = SamplingParams(max_tokens=14, temperature=0, logprobs=0)
+    requests = [engine.add(prompt, params) for prompt in prompts[:2]]
+    for _ in range(4):
+        engine.step()
+    cancelled = engine.add(prompts[2], params)
+    engine.step()
+    engine.cancel(cancelled)
+    found = run(engine)
+    assert max(rounds) > 2
+    for request, prompt in zip(requests, prompts, strict=False):
+        check(model, engine, prompt, found[request, 0])
+    assert engine.stats().num_preempted > 0
+    assert_free(engine)
+
+
+def test_an_interrupt_between_rounds_loses_no_token(
+    rounds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make("mod", **SMALL)
+    params = [SamplingParams(max_tokens=12, temperature=0.9, seed=n) for n in range(3)]
+    expected = make_engine(model, invariant=True, record=False).generate(PROMPTS, params)
+    rounds.clear()
+    engine = make_engine(model)
+    for prompt, wish in zip(PROMPTS, params, strict=True):
+        engine.add(prompt, wish)
+    original, calls = Track.take, [0]
+
+    def interrupt(self: Track, *args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 16:
+            raise KeyboardInterrupt
+        return original(self, *args)
+
+    monkeypatch.setattr(Track, "take", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    assert max(rounds) > 1
+    found = run(engine)
+    assert [found[n, 0].tokens for n in range(3)] == [r.samples[0].tokens for r in expected]
     assert_free(engine)
 
 

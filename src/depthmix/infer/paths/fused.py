@@ -32,8 +32,8 @@ from depthmix.kernels.decode.step import DecodeStep
 from depthmix.kernels.recording import record_graph
 from depthmix.nn import Transformer
 
-# steps that may be under way, and staging memory of the host for each
-DEPTH, NUM_STAGES = 2, 3
+# steps that may be under way, staging memory of the host for each, and the most rounds of a step
+DEPTH, NUM_STAGES, MOST_ROUNDS = 2, 3, 8
 # a step's tokens are padded to one of these, or to a multiple of the last
 SIZES = (32, 64, 96, 128, 192, 256)
 # chunks of each kind are padded to one of these
@@ -53,18 +53,30 @@ class StepShape(NamedTuple):
     def num_sampled(self) -> int:
         return self.num_alone + self.num_chunks
 
+    @property
+    def most_rounds(self) -> int:
+        """How often a step can be computed in a row: its next tokens must be those it drew."""
+        return 1 if self.num_chunks else MOST_ROUNDS
+
+
+class Outcome(NamedTuple):
+    """Memory of the host for what one round of a step returns, whole and part by part."""
+
+    told: Tensor
+    token: np.ndarray
+    logprob: np.ndarray
+    taken: np.ndarray
+
 
 class Stage(NamedTuple):
     """Memory of the host for one turn of a step, whole and part by part."""
 
     inputs: Tensor
     parts: list[np.ndarray]
-    told: Tensor
-    token: np.ndarray
-    logprob: np.ndarray
-    taken: np.ndarray
+    outcomes: list[Outcome]
+    """By round."""
     event: torch.cuda.Event | None
-    """Whether it came back."""
+    """Whether all of them came back."""
 
 
 class Step:
@@ -96,21 +108,18 @@ class Step:
         self.graphs: dict[tuple[bool, bool, bool], torch.cuda.CUDAGraph] = {}
         self.logits: Tensor | None = None
 
-        def stage(like: Tensor) -> list[Tensor]:
-            return [
-                torch.zeros(like.shape, dtype=like.dtype, pin_memory=on_gpu)
-                for _ in range(NUM_STAGES)
-            ]
-
-        def make_stage(inputs: Tensor, told: Tensor) -> Stage:
+        def make_stage() -> Stage:
             # the host writes and reads part by part
+            inputs = torch.zeros(self.inputs.shape, dtype=torch.int32, pin_memory=on_gpu)
             parts = [part.numpy() for part in inputs.split(sizes)]
-            token, logprob, taken = (found.numpy() for found in split(told))
-            event = torch.cuda.Event() if on_gpu else None
-            return Stage(inputs, parts, told, token, logprob, taken, event)
+            # each round begins at a whole number of the widest type
+            shape_told = (shape.most_rounds, -(-sum(told_sizes) // 8) * 8)
+            told = torch.zeros(shape_told, dtype=torch.uint8, pin_memory=on_gpu)
+            rows = told[:, : sum(told_sizes)]
+            outcomes = [Outcome(row, *(part.numpy() for part in split(row))) for row in rows]
+            return Stage(inputs, parts, outcomes, torch.cuda.Event() if on_gpu else None)
 
-        pairs = zip(stage(self.inputs), stage(self.told), strict=True)
-        self.stages = [make_stage(*pair) for pair in pairs]
+        self.stages = [make_stage() for _ in range(NUM_STAGES)]
         # the rows whose next tokens each of them was filled for, where nothing else is in it
         self.filled: list[np.ndarray | None] = [None] * NUM_STAGES
         self.turn = 0
@@ -128,6 +137,9 @@ class Step:
             stage.parts[2][:num_alone] = plan.start
             return stage.parts[3][:num_alone]
         begins = _fill(self.shape, stage.parts, plan, tracks, num_alone)
+        if plan.rounds > 1:
+            # the device has drawn those tokens, too, and only it knows the next ones
+            stage.parts[0][:num_alone] = -1
         all_drawn = num_alone == len(plan) and stage.parts[0][:num_alone].max() < 0
         self.filled[self.turn] = plan.row if all_drawn else None
         return begins
@@ -145,12 +157,17 @@ class FusedFlight(NamedTuple):
     begins: np.ndarray
     """Where each one's tokens begin."""
     stage: Stage
-    tops: tuple[Tensor, Tensor] | None
+    tops: list[tuple[Tensor, Tensor] | None]
+    """By round."""
 
-    def wait(self) -> Report:
+    def is_ready(self) -> bool:
+        return self.stage.event is not None and self.stage.event.query()
+
+    def wait(self) -> list[Report]:
         if self.stage.event is not None:
             self.stage.event.synchronize()
-        return self.runner.read(self)
+        rounds = zip(self.stage.outcomes, self.tops, strict=False)
+        return [self.runner.read(self, outcome, tops) for outcome, tops in rounds]
 
 
 class _Group(NamedTuple):
@@ -181,6 +198,7 @@ class FusedRunner:
     ) -> None:
         """`apart` computes one chunk at a time: its numbers then depend on no other's."""
         self.apart, self.depth = apart, 1 if apart else DEPTH
+        self.most_rounds = 1 if apart else MOST_ROUNDS
         config, weight = model.config, model.embedding.weight
         self.model, self.config, self.pages, self.selector = model, config, pages, selector
         self.device = weight.device
@@ -300,8 +318,8 @@ class FusedRunner:
             if not self.apart:
                 return self._launch(plan, tracks)
             each = zip(plan, tracks, strict=True)
-            reports = [self._launch(Plan.gather([c]), [track]).wait() for c, track in each]
-            return Ready(join_reports(reports))
+            flights = (self._launch(Plan.gather([chunk]), [track]) for chunk, track in each)
+            return Ready(join_reports([report for flight in flights for report in flight.wait()]))
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels start where torch stands, which may be another GPU than the model's."""
@@ -317,15 +335,19 @@ class FusedRunner:
         if group is None or group.row is not plan.row:
             group = self._group = self._find_group(plan, tracks)
         if group.order is not None:
-            plan = Plan(*(column[group.order] for column in plan.columns))
+            plan = Plan(*(column[group.order] for column in plan.columns), plan.rounds)
             tracks = [tracks[number] for number in group.order.tolist()]
         step = group.step
         stage = step.take_turn()
         begins = step.fill(plan, tracks, group.num_alone)
         step.inputs.copy_(stage.inputs, non_blocking=True)
-        self._run(step, group.plain, group.filtered)
-        tops = self._find_tops(step, group.most_tops) if group.most_tops else None
-        stage.told.copy_(step.told, non_blocking=True)
+        tops: list[tuple[Tensor, Tensor] | None] = []
+        for number, outcome in enumerate(stage.outcomes[: plan.rounds]):
+            if number:
+                step.tokens.position.add_(1)
+            self._run(step, group.plain, group.filtered)
+            tops.append(self._find_tops(step, group.most_tops) if group.most_tops else None)
+            outcome.told.copy_(step.told, non_blocking=True)
         if stage.event is not None:
             stage.event.record()
         return FusedFlight(self, plan, group.order, group.num_alone, begins, stage, tops)
@@ -461,11 +483,13 @@ class FusedRunner:
             found.append(host.copy_(tensor, non_blocking=True))
         return found[0], found[1]
 
-    def read(self, flight: FusedFlight) -> Report:
-        """The results of a finished step."""
-        plan, begins, stage = flight.plan, flight.begins, flight.stage
+    def read(
+        self, flight: FusedFlight, outcome: Outcome, tops: tuple[Tensor, Tensor] | None
+    ) -> Report:
+        """The results of a finished round."""
+        plan, begins = flight.plan, flight.begins
         num_chunks, num_tokens = len(plan), int(begins[-1] + plan.count[-1])
-        taken_RT = stage.taken[:, :num_tokens]
+        taken_RT = outcome.taken[:, :num_tokens]
         # keys that a chunk stored in each routed block
         if num_chunks == num_tokens:
             kept_CR = taken_RT.T
@@ -474,26 +498,26 @@ class FusedRunner:
         stored_CL = np.repeat(plan.count[:, None], self.config.num_layers, axis=1)
         stored_CL[:, self.routed_layers] = kept_CR
         taken = _read_taken(taken_RT, plan, flight.num_alone, begins)
-        report = Report(*self._read_drawn(flight), taken, stored_CL)
+        report = Report(*_read_drawn(plan.samples, outcome, tops), taken, stored_CL)
         return report if flight.order is None else report.take(np.argsort(flight.order))
 
-    def _read_drawn(
-        self, flight: FusedFlight
-    ) -> tuple[list[int | None], list[float], list[Top | None]]:
-        """The tokens that were drawn, their log-probabilities, and the most probable ones."""
-        samples, stage = flight.plan.samples, flight.stage
-        num_sampled = int(np.count_nonzero(samples))
-        tops: list[Top | None] = [None] * num_sampled
-        if flight.tops is not None:
-            ids, values = (tensor[:num_sampled].tolist() for tensor in reversed(flight.tops))
-            tops = list(zip(ids, values, strict=True))
-        tokens, logprobs = (part[:num_sampled].tolist() for part in (stage.token, stage.logprob))
-        # tokens were asked for in the order in which their chunks stand
-        for place in [] if num_sampled == len(samples) else np.flatnonzero(~samples).tolist():
-            tokens.insert(place, None)
-            logprobs.insert(place, 0.0)
-            tops.insert(place, None)
-        return tokens, logprobs, tops
+
+def _read_drawn(
+    samples: np.ndarray, outcome: Outcome, found: tuple[Tensor, Tensor] | None
+) -> tuple[list[int | None], list[float], list[Top | None]]:
+    """The tokens that were drawn, their log-probabilities, and the most probable ones."""
+    num_sampled = int(np.count_nonzero(samples))
+    tops: list[Top | None] = [None] * num_sampled
+    if found is not None:
+        ids, values = (tensor[:num_sampled].tolist() for tensor in reversed(found))
+        tops = list(zip(ids, values, strict=True))
+    tokens, logprobs = (part[:num_sampled].tolist() for part in (outcome.token, outcome.logprob))
+    # tokens were asked for in the order in which their chunks stand
+    for place in [] if num_sampled == len(samples) else np.flatnonzero(~samples).tolist():
+        tokens.insert(place, None)
+        logprobs.insert(place, 0.0)
+        tops.insert(place, None)
+    return tokens, logprobs, tops
 
 
 def _read_taken(

@@ -65,7 +65,7 @@ class Done(NamedTuple):
 class Runner:
     """A model with a paged cache."""
 
-    depth = 1
+    depth = most_rounds = 1
     can_retry = True
 
     def __init__(
