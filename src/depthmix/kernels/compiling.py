@@ -28,6 +28,11 @@ class Kernel(triton.JITFunction):
         return super().run(*args, grid=grid, warmup=warmup or _ahead.get(), **options)
 
 
+def is_ahead() -> bool:
+    """Whether kernels are only compiled, not launched: see `compile_ahead`."""
+    return _ahead.get()
+
+
 def jit(
     function: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()
 ) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor
 from depthmix.kernels.decode import chunks, places
 from depthmix.kernels.decode.plan import Rules, Weights, check_model
 from depthmix.kernels.decode.routed import BLOCK_ROWS, FewRows, Places
+from depthmix.kernels.decode.stream import Stream, find_obstacle
 
 # Tokens of a step, or places that a routed block will have in it, up to which products of few rows
 # are faster: these take 16 at a time, and a block may have more than its share.
@@ -26,6 +27,9 @@ FEW_TOKENS, FEW_PLACES = 16, 13
 # Tokens of a step and bytes of weights up to which a routed block projects all tokens while it is
 # decided which are kept: larger weights would keep the decision waiting for memory
 MOST_BESIDE, LIGHT_BYTES = 64, 8 << 20
+# Tokens of a step up to which all blocks are one launch, without routed blocks and with them: a
+# launch for sixteen costs more, and pays where blocks are skipped
+MOST_STREAMED = (8, 16)
 # how many times as many rows as the capacity asks for may come before attention slows down
 SLACK = 2
 
@@ -84,6 +88,10 @@ class Blocks:
         self.kind_in = "swiglu" if num_in == 2 * mlp_width else "gelu"
         self.capacity = dict(zip(rules.routed_layers, capacities, strict=True))
         self.few = FewRows(weights, rules, min(most_tokens, max(256, most_sampled)))
+        self.stream, self.most_streamed = None, 0
+        if find_obstacle(weights, rules, pools.key) is None:
+            self.stream = Stream(weights, rules, *pools)
+            self.most_streamed = MOST_STREAMED[bool(rules.routed_layers)]
 
         def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)
@@ -125,6 +133,10 @@ class Blocks:
         """
         weights, rules, pools = self.weights, self.rules, self.pools
         x = self.begin(tokens)
+        if self.stream is not None and not num_chunks and x.shape[0] <= self.most_streamed:
+            return self.stream.run(
+                x, tokens.row, tokens.position, tokens.sampled, tokens.num_sampled, taken
+            )
         everyone = self.place_all(tokens, num_alone)
         num_routes = len(rules.routed_layers)
         firsts = torch.empty(

@@ -1,0 +1,95 @@
+"""CUDA C++ that is compiled when it is first needed, for what Triton has no words for.
+
+Owns compilation and launches. Knows nothing of what a kernel computes. Needs `cuda.bindings`, which
+CUDA builds of torch bring along.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+Launch = Callable[[ctypes.Structure, int], None]
+"""Launches a kernel with its argument and a number of programs."""
+
+
+@functools.cache
+def find_obstacle(device: torch.device) -> str | None:
+    """Why this device cannot run such kernels, or None if it can."""
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return "it is not a CUDA device"
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return "it has no bulk copies (they came with compute capability 9.0)"
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return "the package cuda-bindings is not installed"
+    return None
+
+
+@functools.cache
+def compile_kernel(
+    source: str,
+    name: str,
+    defines: tuple[tuple[str, int | str], ...],
+    device: torch.device,
+    *,
+    num_threads: int,
+    shared_bytes: int,
+) -> Launch:
+    """Compile a kernel whose only argument is a structure, by value; once for each device.
+
+    Its programs are launched together or not at all, so that they can wait for each other.
+    """
+    from cuda.bindings import driver
+
+    major, minor = torch.cuda.get_device_capability(device)
+    binary = _compile(source, name, defines, f"sm_{major}{minor}")
+    with torch.cuda.device(device):
+        # creates the device's context, if nothing has yet
+        torch.cuda.current_stream().synchronize()
+        module = _check(driver.cuModuleLoadData(binary))
+        kernel = _check(driver.cuModuleGetFunction(module, name.encode()))
+        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check(driver.cuFuncSetAttribute(kernel, most, shared_bytes))
+
+    def launch(argument: ctypes.Structure, num_programs: int) -> None:
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = num_programs, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+        config.sharedMemBytes = shared_bytes
+        config.hStream = torch.cuda.current_stream(device).cuda_stream
+        together = driver.CUlaunchAttribute()
+        together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        together.value.cooperative = 1
+        config.attrs, config.numAttrs = [together], 1
+        places = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        _check(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(places), 0))
+
+    return launch
+
+
+def _compile(source: str, name: str, defines: tuple[tuple[str, int | str], ...], arch: str) -> bytes:
+    from cuda.bindings import nvrtc
+
+    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []))
+    options = ["--std=c++17", f"--gpu-architecture={arch}"]
+    options += [f"--define-macro={key}={value}" for key, value in defines]
+    done = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+    if int(done[0]):
+        log = bytes(_check(nvrtc.nvrtcGetProgramLogSize(program)))
+        _check(nvrtc.nvrtcGetProgramLog(program, log))
+        raise RuntimeError(f"{name}.cu does not compile:\n{log.decode(errors='replace')}")
+    binary = bytes(_check(nvrtc.nvrtcGetCUBINSize(program)))
+    _check(nvrtc.nvrtcGetCUBIN(program, binary))
+    _check(nvrtc.nvrtcDestroyProgram(program))
+    return binary
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    """The value of a call, which returns an error code first."""
+    status, *values = result
+    if int(status):
+        raise RuntimeError(f"CUDA reports {status.name}")
+    return values[0] if len(values) == 1 else values
