@@ -28,6 +28,7 @@ from served_models import (
     Opened,
     make_config,
     make_tokenizer,
+    make_twin,
     open_service,
     play,
     read_stream,
@@ -309,8 +310,10 @@ def test_models_health_and_metrics() -> None:
             assert health.json()["status"] == "ok"
             lines = (await server.client.get("/metrics")).text.splitlines()
             values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+            # all of them name their model
+            values = {name.replace('{model="tiny"}', ""): each for name, each in values.items()}
             depth = found["usage"]["depth"]
-            place = 'endpoint="/v1/completions"'
+            place = 'endpoint="/v1/completions",model="tiny"'
             for name, wanted in (
                 (f'requests_total{{{place},outcome="completed"}}', 1),
                 (f'requests_total{{{place},outcome="refused"}}', 2),
@@ -328,6 +331,64 @@ def test_models_health_and_metrics() -> None:
                 ("cache_pages", server.engine.pages.num_pages),
             ):
                 assert float(values[f"depthmix_{name}"]) == wanted, name
+
+    play(scene())
+
+
+def test_two_models_have_their_own_lines() -> None:
+    async def scene() -> None:
+        twin = make_twin()
+        async with open_service(others=[twin]) as server:
+            cards = (await server.client.get("/v1/models")).json()["data"]
+            told = [(c["id"], c["num_blocks"], len(c["routed_blocks"])) for c in cards]
+            assert told == [("tiny", 4, 2), ("twin", 4, 0)]
+            assert [card["has_chat_template"] for card in cards] == [True, False]
+            assert (await server.client.get("/v1/models/twin")).json() == cards[1]
+            # without a name it is the first
+            for wish, name in (
+                ({}, "tiny"),
+                ({"model": "tiny"}, "tiny"),
+                ({"model": "twin"}, "twin"),
+            ):
+                found = await server.complete(prompt="a", max_tokens=3, ignore_eos=True, **wish)
+                assert found["model"] == name
+                depth = found["usage"]["depth"]
+                assert (depth["blocks_executed"] == depth["blocks"]) == (name == "twin")
+            assert await server.chat("hi", max_tokens=2)
+            status, error = await read_error(
+                server,
+                "/v1/chat/completions",
+                model="twin",
+                messages=[{"role": "user", "content": ""}],
+            )
+            assert (status, error["code"]) == (400, "no_chat_template")
+            status, error = await read_error(server, "/tokenize", model="else", prompt="a")
+            assert (status, error["code"]) == (404, "model_not_found")
+            assert "'tiny' and 'twin' are served" in error["message"]
+            lines = (await server.client.get("/metrics")).text.splitlines()
+            assert len(lines) == len(set(lines)), "a family is told once"
+            place = 'requests_total{endpoint="/v1/completions",model="%s",outcome="completed"}'
+            assert f"depthmix_{place % 'tiny'} 2.0" in lines
+            assert f"depthmix_{place % 'twin'} 1.0" in lines
+            assert 'depthmix_generated_tokens_total{model="twin"} 3.0' in lines
+            # one of them is busy, both are well
+            twin[1].hold()
+            caller = Caller(server.app, "/v1/completions", model="twin", prompt="a", max_tokens=9)
+            await server.wait_for(lambda: twin[1].stats().num_waiting == 1)
+            await server.complete(prompt="a", max_tokens=2)
+            twin[1].let_go()
+            await caller.task
+            health = (await server.client.get("/health")).json()
+            assert (health["status"], health["running"], health["waiting"]) == ("ok", 0, 0)
+
+            def break_down(step: int) -> None:
+                raise RuntimeError("no")
+
+            twin[1].fail = break_down
+            assert (await read_error(server, "/v1/completions", model="twin", prompt="a"))[0] == 500
+            health = (await server.client.get("/health")).json()
+            assert (health["status"], health["failed_steps"]) == ("failing", 1)
+            assert await server.complete(prompt="a", max_tokens=2)
 
     play(scene())
 
@@ -389,7 +450,7 @@ def test_preemptions_are_counted() -> None:
         ({"stop": [""]}, None, "empty string"),
         ({"stop_token_ids": [-1]}, "stop_token_ids", "greater than or equal to 0"),
         ({"stop_token_ids": [1] * 257}, "stop_token_ids", "at most 256"),
-        ({"model": "else"}, None, "the model served here is 'tiny'"),
+        ({"model": "else"}, None, "there is no model 'else' here: 'tiny' is served"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )

@@ -456,6 +456,10 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "depthmix"
     max_model_len: int
+    num_blocks: int
+    routed_blocks: list[int]
+    """Which of the blocks are routed, from 0."""
+    has_chat_template: bool
 
 
 class ModelList(BaseModel):
