@@ -138,7 +138,8 @@ def serve(
     check_exposure(host, key, no_auth=no_auth)
     paths = [model] if other is None else [model, other]
     if name is not None and len(name) != len(paths):
-        raise ValueError(f"--name is given {len(name)} times for {len(paths)} models")
+        times = f"{len(name)} time{'' if len(name) == 1 else 's'}"
+        raise ValueError(f"--name is given {times}, and models are {len(paths)}: name each of them")
     offers = []
     for path, called in zip(paths, name or [None] * len(paths), strict=True):
         opened = open_model(path, checkpoint=checkpoint, tokenizer=tokenizer)

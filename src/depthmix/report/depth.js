@@ -74,7 +74,12 @@ function closeCard() {
   $("card").classList.remove("open");
 }
 $("close").addEventListener("click", closeCard);
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") closeCard(); });
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || !isNarrow.matches || !$("card").classList.contains("open")) return;
+  closeCard();
+  // that is all that this key shall do
+  event.stopImmediatePropagation();
+});
 
 // a token's path from the first block to the last; `inside` says of a routed block whether it ran
 function drawStrip(numBlocks, routed, inside) {
