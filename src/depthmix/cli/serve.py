@@ -88,11 +88,12 @@ def serve(
     tokenizer: TokenizerPlace = None,
     device: Device = None,
 ) -> None:
-    """Serve a model over HTTP, in the shapes of OpenAI's interface, with a page that shows depth.
+    """Serve a model over HTTP, to programs and on a page.
 
-    Open the address in a browser for the page. Programs find /v1/completions, /v1/chat/completions,
-    /v1/models, /tokenize, /detokenize, /health and /metrics. Of two models, requests choose by
-    'model', and the first is the default. SIGTERM or Ctrl-C lets running requests finish.
+    Open the address in a browser for the page, which shows depth as text is written. Programs find
+    OpenAI's interface at /v1, and /tokenize, /detokenize, /health and /metrics. Of two models,
+    requests choose by 'model', and the first is the default. SIGTERM or Ctrl-C lets running
+    requests finish.
 
     \b
     For example:
