@@ -590,9 +590,31 @@ def test_unknown_paths_and_methods_have_the_same_shape() -> None:
                 answer = await server.client.request(method, path)
                 assert answer.status_code == status
                 assert path in answer.json()["error"]["message"]
+                allowed = {"/v1/completions": "POST", "/health": "GET"}.get(path)
+                assert answer.headers.get("allow") == allowed
             answer = await server.client.post("/v1/completions", content=b'{"prompt": "a"}')
             assert answer.status_code == 400
             assert "application/json" in answer.json()["error"]["message"]
+
+    play(scene())
+
+
+def test_the_schema_tells_every_kind_of_answer() -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+            schema = (await server.client.get("/openapi.json")).json()
+            assert "/" not in schema["paths"], "the page is not for programs"
+            for path, methods in schema["paths"].items():
+                (route,) = methods.values()
+                for status in ("4XX", "5XX"):
+                    told = route["responses"][status]["content"]
+                    assert set(told) == {"application/json"}
+                    assert told["application/json"]["schema"]["$ref"].endswith("/ProblemAnswer")
+                # how FastAPI itself refuses is not how we do
+                assert "422" not in route["responses"]
+                kinds = set(route["responses"]["200"]["content"])
+                is_streamed = "text/event-stream" in kinds
+                assert is_streamed == (path in ("/v1/completions", "/v1/chat/completions"))
 
     play(scene())
 

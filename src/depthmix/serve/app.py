@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from depthmix.serve.answers import ChatDraft, CompletionDraft, Draft
@@ -38,6 +38,7 @@ from depthmix.serve.shapes import (
     HealthStatus,
     ModelCard,
     ModelList,
+    ProblemAnswer,
     SamplingShape,
     TokenizeAnswer,
     TokenizeWish,
@@ -46,6 +47,11 @@ from depthmix.serve.shapes import (
 from depthmix.serve.worker import Job
 
 JSON = "application/json"
+EVENTS = "text/event-stream"
+# what any route may answer, as the schema tells it
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ProblemAnswer} for status in ("4XX", "5XX")
+}
 # nginx's status for a client that has gone; only logs see it
 GONE = 499
 
@@ -88,7 +94,12 @@ class Service:
         """The routes, with their schema at /openapi.json."""
         # pages that show the schema load scripts from elsewhere: there are none
         api = FastAPI(
-            title="depthmix", docs_url=None, redoc_url=None, lifespan=self._run_workers, version="1"
+            title="depthmix",
+            version="1",
+            docs_url=None,
+            redoc_url=None,
+            lifespan=self._run_workers,
+            responses=PROBLEMS,
         )
         for path, answer, shape in (
             ("/v1/completions", self.complete, CompletionAnswer),
@@ -97,13 +108,28 @@ class Service:
             ("/detokenize", self.detokenize, DetokenizeAnswer),
         ):
             self._endpoints.add(path)
-            told: dict[int | str, dict[str, Any]] = {200: {"model": shape}}
-            api.add_api_route(path, answer, methods=["POST"], response_model=None, responses=told)
+            told: dict[str, Any] = {"model": shape}
+            if path.startswith("/v1"):
+                told["content"] = {EVENTS: {"schema": {"type": "string"}}}
+            options: dict[str, Any] = {"methods": ["POST"], "response_model": None}
+            api.add_api_route(path, answer, responses={200: told}, **options)
         api.add_api_route("/", answer_page, include_in_schema=False, response_model=None)
         api.add_api_route("/v1/models", self.list_models, response_model=ModelList)
         api.add_api_route("/v1/models/{name:path}", self.show_model, response_model=ModelCard)
-        api.add_api_route("/health", self.tell_health, response_model=None)
-        api.add_api_route("/metrics", self.show_metrics, response_model=None)
+        health = {"model": HealthAnswer}
+        api.add_api_route(
+            "/health", self.tell_health, response_model=None, responses={200: health, 503: health}
+        )
+        numbers = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+        # a route whose answer is text has errors in JSON all the same
+        problem = {"content": {JSON: {"schema": {"$ref": "#/components/schemas/ProblemAnswer"}}}}
+        api.add_api_route(
+            "/metrics",
+            self.show_metrics,
+            response_class=PlainTextResponse,
+            response_model=None,
+            responses={200: numbers, "4XX": problem, "5XX": problem},
+        )
         api.add_exception_handler(ServeError, self._answer_problem)
         api.add_exception_handler(RequestValidationError, self._answer_invalid)
         api.add_exception_handler(HTTPException, self._answer_status)
@@ -269,7 +295,10 @@ class Service:
             405: f"'{path}' does not take {request.method}",
         }
         sentence = told.get(error.status_code, "the request cannot be answered")
-        return await self._answer_problem(request, StatusError(error.status_code, sentence))
+        answer = await self._answer_problem(request, StatusError(error.status_code, sentence))
+        # which methods there are
+        answer.headers.update(error.headers or {})
+        return answer
 
     async def _answer_failure(self, request: Request, error: Exception) -> Response:
         return await self._answer_problem(
@@ -290,7 +319,7 @@ class EventStream(Response):
     """An answer in pieces, as server-sent events; its job ends with it, whatever happens."""
 
     def __init__(self, service: Service, draft: Draft, job: Job, request: Request) -> None:
-        super().__init__(media_type="text/event-stream")
+        super().__init__(media_type=EVENTS)
         # a stream's length is not known, and a proxy must not wait for its end
         del self.headers["content-length"]
         self.headers["Cache-Control"] = "no-cache"

@@ -448,6 +448,21 @@ class ChatChunk(BaseModel):
     usage: TokenUsage | None = None
 
 
+class Problem(BaseModel):
+    """What is wrong, and what to do."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ProblemAnswer(BaseModel):
+    """An answer that is an error."""
+
+    error: Problem
+
+
 class ModelCard(BaseModel):
     """A model that is served."""
 
