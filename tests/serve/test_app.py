@@ -1,8 +1,11 @@
 """What each route answers: the engine's own results, in OpenAI's shapes, or a sentence."""
 
 import asyncio
+import base64
+import hashlib
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -615,6 +618,35 @@ def test_the_schema_tells_every_kind_of_answer() -> None:
                 kinds = set(route["responses"]["200"]["content"])
                 is_streamed = "text/event-stream" in kinds
                 assert is_streamed == (path in ("/v1/completions", "/v1/chat/completions"))
+
+    play(scene())
+
+
+def read_hashes(policy: str, kind: str) -> list[str]:
+    (names,) = re.findall(rf"{kind}-src ([^;]*)", policy)
+    return names.split()
+
+
+def test_the_page_is_open_and_allows_nothing_but_itself() -> None:
+    async def scene() -> None:
+        async with open_service(key="a-key") as server:
+            answer = await server.client.get("/")
+            assert (await server.client.post("/")).status_code == 405
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "connect-src 'self'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
+        for kind in ("style", "script"):
+            (text,) = re.findall(rf"<{kind}>(.*?)</{kind}>", answer.text, re.DOTALL)
+            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            assert read_hashes(policy, kind) == [f"'sha256-{digest}'"]
+        # nothing of the models is in it, and nothing of others
+        assert "tiny" not in answer.text
+        assert not re.findall(r"""(?:src|href|action)=(?!"data:)""", answer.text)
+        assert "{{" not in answer.text
 
     play(scene())
 

@@ -30,11 +30,11 @@ function shade(node, kind, share) {
   node.className = share >= DARK ? `${kind} hi` : kind;
   node.style.setProperty("--d", share);
 }
-function drawScale(node, what, most) {
+function drawScale(node, what, most, name = String) {
   const steps = [];
   for (let d = 0; d <= most; d += Math.max(1, Math.ceil(most / 8))) steps.push(d);
   node.replaceChildren(make("b", { class: "soft" }, what), ...steps.map((d) => {
-    const step = make("span", {}, String(d));
+    const step = make("span", {}, name(d));
     shade(step, "", most ? d / most : 1);
     return step;
   }));
