@@ -26,7 +26,7 @@ def serve(
         Path | None,
         typer.Argument(
             help="A second model, to compare with the first.",
-            metavar="[RUN|DIR]",
+            metavar="RUN|DIR",
             show_default=False,
         ),
     ] = None,
@@ -37,7 +37,9 @@ def serve(
     name: Annotated[
         list[str] | None,
         typer.Option(
-            help="What clients call the model; of two, give it twice.", show_default="its folder"
+            help="What clients call the model; of two, give it twice.",
+            metavar="NAME",
+            show_default="its folder",
         ),
     ] = None,
     api_key_file: Annotated[
