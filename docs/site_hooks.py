@@ -22,11 +22,11 @@ LOG = logging.getLogger("mkdocs.hooks.depthmix")
 
 def on_files(files: Files, config: Any) -> Files:
     """Put every page where the repository has it, and add those outside docs/."""
-    found = Files([file for file in files if not file.src_uri.endswith((".md", ".png", ".ipynb"))])
+    moved = (".md", ".png", ".ipynb", "grafana.json")
+    found = Files([file for file in files if not file.src_uri.endswith(moved)])
     # what the repository does not hold, the theme's own files, stays as it is
-    for path in sorted(
-        [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.png"), *ROOT.glob("results/*")]
-    ):
+    kinds = ("docs/*.md", "docs/*.png", "docs/grafana.json", "results/*")
+    for path in sorted(path for kind in kinds for path in ROOT.glob(kind)):
         found.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=path))
     for name in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "CITATION.cff"):
         found.append(File.generated(config, name, abs_src_path=str(ROOT / name)))

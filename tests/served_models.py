@@ -1,10 +1,12 @@
-"""A tiny model behind the server, for tests of it: in this process, or on disk. Asserts nothing."""
+"""Tiny models behind the server, for tests of it: in this process, or on disk. Asserts nothing."""
 
 import asyncio
 import json
+import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +22,10 @@ from depthmix.models.write import write_run
 from depthmix.nn import Transformer
 from depthmix.serve.answers import ServedModel
 from depthmix.serve.app import make_app
+from depthmix.serve.lane import Lane
 from depthmix.serve.limits import Limits
 from depthmix.serve.metrics import Metrics
+from depthmix.serve.server import DrainingServer, bind_socket, make_server
 from depthmix.serve.worker import Worker
 
 END = 0
@@ -47,13 +51,16 @@ def play(scene: Coroutine[Any, Any, None]) -> None:
     asyncio.run(limited())
 
 
-def make_config() -> ModelConfig:
-    return load_preset("tiny").override(FIELDS)
+def make_config(preset: str = "tiny") -> ModelConfig:
+    fields = FIELDS
+    if preset == "tiny-dense":
+        fields = {name: value for name, value in FIELDS.items() if "routing" not in name}
+    return load_preset(preset).override(fields)
 
 
-def make_network() -> Transformer:
+def make_network(preset: str = "tiny") -> Transformer:
     torch.manual_seed(1)
-    return Transformer(make_config()).eval()
+    return Transformer(make_config(preset)).eval()
 
 
 def make_tokenizer() -> tokenizers.Tokenizer:
@@ -68,8 +75,16 @@ def make_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def make_served(chat: Chat | None = CHAT, end_token: int = END) -> ServedModel:
-    return ServedModel("tiny", make_config(), Vocabulary(make_tokenizer(), end_token), chat, 1)
+def make_served(
+    chat: Chat | None = CHAT, end_token: int = END, *, name: str = "tiny", preset: str = "tiny"
+) -> ServedModel:
+    vocabulary = Vocabulary(make_tokenizer(), end_token)
+    return ServedModel(name, make_config(preset), vocabulary, chat, 1)
+
+
+def make_twin() -> "Pair":
+    """A dense model of the same shape, which does not chat."""
+    return make_served(None, name="twin", preset="tiny-dense"), HeldEngine("tiny-dense")
 
 
 def write_served_run(folder: Path) -> Path:
@@ -87,10 +102,10 @@ def write_served_run(folder: Path) -> Path:
 class HeldEngine(Engine):
     """An engine whose steps wait until they may be taken, and fail where a test says so."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, preset: str = "tiny", **options: Any) -> None:
         decode = Vocabulary(make_tokenizer(), END).decode
-        options = {"max_batch": 4, "seed": 0, **options}
-        super().__init__(make_network(), decode=decode, **options)
+        options = {"max_batch": 4, "seed": 0, "decode": decode, **options}
+        super().__init__(make_network(preset), **options)
         self.gate = threading.Semaphore(0)
         self.is_held, self.num_steps = False, 0
         self.fail: Callable[[int], None] = lambda step: None
@@ -108,6 +123,9 @@ class HeldEngine(Engine):
     def let_go(self) -> None:
         self.is_held = False
         self.gate.release()
+
+
+Pair = tuple[ServedModel, HeldEngine]
 
 
 class Opened(NamedTuple):
@@ -147,22 +165,92 @@ async def open_service(
     chat: Chat | None = CHAT,
     end_token: int = END,
     load: Callable[[], Engine] | None = None,
+    others: Sequence[Pair] = (),
     **options: Any,
 ) -> AsyncIterator[Opened]:
-    """A server without sockets: the app, its worker, and a client that calls it directly."""
+    """A server without sockets: the app, its worker, and a client that calls it directly.
+
+    `others` are models beside the first one.
+    """
     limits, engine = limits or Limits(), engine or HeldEngine()
     worker = Worker(load or (lambda: engine), Metrics(), max_queue=limits.max_queue)
-    app = make_app(make_served(chat, end_token), worker, limits, **options)
-    worker.start()
-    if load is None:
-        await worker.wait_loaded()
+    lanes = [Lane(make_served(chat, end_token), worker, limits)]
+    for model, its_engine in others:
+        its_worker = Worker(lambda its=its_engine: its, Metrics(), max_queue=limits.max_queue)
+        lanes.append(Lane(model, its_worker, limits))
+    app = make_app(lanes, limits, **options)
+    for lane in lanes:
+        lane.worker.start()
+        if load is None:
+            await lane.worker.wait_loaded()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield Opened(app, worker, engine, client)
     finally:
         engine.let_go()
-        await worker.stop()
+        for lane in lanes:
+            await lane.worker.stop()
+
+
+class Running(NamedTuple):
+    """A server in a thread of this process; its worker and engine are the first model's."""
+
+    port: int
+    server: DrainingServer
+    worker: Worker
+    engine: HeldEngine
+    thread: threading.Thread
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def wait_for(self, is_so: Any) -> None:
+        for _ in range(30_000):
+            if is_so():
+                return
+            time.sleep(0.001)
+        raise AssertionError("it does not come")
+
+    def stop(self) -> None:
+        assert self.server.loop is not None
+        if self.thread.is_alive():
+            self.server.loop.call_soon_threadsafe(self.server.begin_drain)
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+
+@contextmanager
+def run_server(
+    limits: Limits | None = None,
+    *,
+    pairs: Sequence[Pair] | None = None,
+    key: str | None = None,
+    small_buffers: bool = False,
+) -> Iterator[Running]:
+    """A server with a socket; `pairs` are models with their engines, else there is a tiny one."""
+    limits, pairs = limits or Limits(), pairs or [(make_served(), HeldEngine())]
+    workers = [
+        Worker(lambda engine=engine: engine, Metrics(), max_queue=limits.max_queue)
+        for _, engine in pairs
+    ]
+    lanes = [Lane(model, worker, limits) for (model, _), worker in zip(pairs, workers, strict=True)]
+    app = make_app(lanes, limits, key=key)
+    listener = bind_socket("127.0.0.1", 0)
+    if small_buffers:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    port = listener.getsockname()[1]
+    server = make_server(app, workers, limits)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+    thread.start()
+    running = Running(port, server, workers[0], pairs[0][1], thread)
+    try:
+        running.wait_for(lambda: server.started and all(w.state == "ready" for w in workers))
+        yield running
+    finally:
+        for _, engine in pairs:
+            engine.let_go()
+        running.stop()
 
 
 def read_stream(text: str) -> list[dict[str, Any]]:

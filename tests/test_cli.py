@@ -47,7 +47,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     verbs = re.findall(r"^  ([a-z][a-z-]+)  ", helped, re.MULTILINE)
     # in the order of use
     assert verbs[:7] == ["demo", "presets", "describe", "prepare", "train", "runs", "sample"]
-    assert len(verbs) == len(set(verbs)) == 17
+    assert len(verbs) == len(set(verbs)) == 18
     headings = re.findall(r"^([A-Z].*):$", helped, re.MULTILINE)
     assert headings == ["Options", *SECTIONS]
     # no line is cut

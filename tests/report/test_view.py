@@ -2,12 +2,13 @@
 
 import json
 from html.parser import HTMLParser
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from browsers import watch
+from depthmix.report.look import dress, read_part
 from depthmix.report.view import TEMPLATE, embed_json, write_page
 from hand_traces import CAUSAL, TEXTS, TOPK, make_trace
 
@@ -59,12 +60,13 @@ def test_the_page_holds_the_trace_and_needs_nothing_else() -> None:
     assert len(data["classes"]) == len(TEXTS)
     # nothing is fetched: no element refers to another file
     assert not [a for _, a in page.elements if {"src", "href", "srcset", "data"} & a.keys()]
-    template = resources.files("depthmix.report").joinpath(TEMPLATE).read_text()
+    template = dress(read_part(TEMPLATE)).html
     assert "url(" not in template
     assert "@import" not in template
     assert "fetch(" not in template
-    # the name of a namespace is no address
-    assert template.replace("http://www.w3.org/2000/svg", "").count("http") == 0
+    # neither the name of a namespace nor that of a header is an address
+    names = template.count("http://www.w3.org/2000/svg") + template.count("http-equiv")
+    assert template.count("http") == names == 2
     assert len(template) < 100_000
     known = {attributes.get("id") for _, attributes in page.elements}
     assert {"text", "card", "modes", "scores", "positions", "classes", "dead", "entropy"} <= known
@@ -88,10 +90,8 @@ class Tab:
 
     def __init__(self, browser: Any, trace: dict[str, Any], path: Path, **options: Any) -> None:
         path.write_text(write_page(trace), encoding="utf-8")
-        self.problems: list[str] = []
         self.page = browser.new_page(**options)
-        self.page.on("console", lambda message: self.problems.append(message.text))
-        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.problems = watch(self.page)
         self.page.on("request", lambda request: self.problems.append(request.url))
         self.page.goto(path.as_uri())
         assert self.problems.pop(0) == path.as_uri()
@@ -159,6 +159,40 @@ def test_pointing_and_keys_show_a_token(browser: Any, tmp_path: Path) -> None:
     # one stop for the tab key, however long the text
     assert tab.page.locator("#text [tabindex='0']").count() == 1
     assert tab.problems == []
+
+
+def test_on_a_phone_a_tap_opens_a_card_that_can_be_closed(browser: Any, tmp_path: Path) -> None:
+    phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+    tab = Tab(browser, make_trace(), tmp_path / "page.html", **phone)
+    card = tab.page.locator("#card")
+    assert not card.is_visible()
+    told = tab.page.locator("body").inner_text()
+    assert "Tap a token" in told
+    assert "arrow keys" not in told
+    assert "Point at" not in told
+    tab.token(2).tap()
+    assert "Token 2" in card.inner_text()
+    assert [card.locator(".strip li").nth(i).get_attribute("class") for i in range(4)] == [
+        *("dense", "in", "dense", "in")
+    ]
+    assert card.bounding_box()["height"] < 0.35 * 844
+    card.locator("#close").tap()
+    assert not card.is_visible()
+    assert tab.problems == []
+
+
+def test_nothing_runs_but_the_pages_own_script(browser: Any, tmp_path: Path) -> None:
+    tab = Tab(browser, make_trace(), tmp_path / "page.html")
+    script = """() => {
+        for (const [tag, text] of [["script", "window.hit = 1"], ["style", "body{color:red}"]])
+            document.body.append(Object.assign(document.createElement(tag), {textContent: text}));
+        return [window.hit, getComputedStyle(document.body).color];
+    }"""
+    hit, color = tab.page.evaluate(script)
+    assert hit is None
+    assert color != "rgb(255, 0, 0)"
+    refused = [problem for problem in tab.problems if "Content Security Policy" in problem]
+    assert refused == tab.problems != []
 
 
 def test_charts_follow_the_rule(browser: Any, tmp_path: Path) -> None:

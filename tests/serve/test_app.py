@@ -1,8 +1,11 @@
 """What each route answers: the engine's own results, in OpenAI's shapes, or a sentence."""
 
 import asyncio
+import base64
+import hashlib
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -28,6 +31,7 @@ from served_models import (
     Opened,
     make_config,
     make_tokenizer,
+    make_twin,
     open_service,
     play,
     read_stream,
@@ -309,8 +313,10 @@ def test_models_health_and_metrics() -> None:
             assert health.json()["status"] == "ok"
             lines = (await server.client.get("/metrics")).text.splitlines()
             values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+            # all of them name their model
+            values = {name.replace('{model="tiny"}', ""): each for name, each in values.items()}
             depth = found["usage"]["depth"]
-            place = 'endpoint="/v1/completions"'
+            place = 'endpoint="/v1/completions",model="tiny"'
             for name, wanted in (
                 (f'requests_total{{{place},outcome="completed"}}', 1),
                 (f'requests_total{{{place},outcome="refused"}}', 2),
@@ -328,6 +334,64 @@ def test_models_health_and_metrics() -> None:
                 ("cache_pages", server.engine.pages.num_pages),
             ):
                 assert float(values[f"depthmix_{name}"]) == wanted, name
+
+    play(scene())
+
+
+def test_two_models_have_their_own_lines() -> None:
+    async def scene() -> None:
+        twin = make_twin()
+        async with open_service(others=[twin]) as server:
+            cards = (await server.client.get("/v1/models")).json()["data"]
+            told = [(c["id"], c["num_blocks"], len(c["routed_blocks"])) for c in cards]
+            assert told == [("tiny", 4, 2), ("twin", 4, 0)]
+            assert [card["has_chat_template"] for card in cards] == [True, False]
+            assert (await server.client.get("/v1/models/twin")).json() == cards[1]
+            # without a name it is the first
+            for wish, name in (
+                ({}, "tiny"),
+                ({"model": "tiny"}, "tiny"),
+                ({"model": "twin"}, "twin"),
+            ):
+                found = await server.complete(prompt="a", max_tokens=3, ignore_eos=True, **wish)
+                assert found["model"] == name
+                depth = found["usage"]["depth"]
+                assert (depth["blocks_executed"] == depth["blocks"]) == (name == "twin")
+            assert await server.chat("hi", max_tokens=2)
+            status, error = await read_error(
+                server,
+                "/v1/chat/completions",
+                model="twin",
+                messages=[{"role": "user", "content": ""}],
+            )
+            assert (status, error["code"]) == (400, "no_chat_template")
+            status, error = await read_error(server, "/tokenize", model="else", prompt="a")
+            assert (status, error["code"]) == (404, "model_not_found")
+            assert "'tiny' and 'twin' are served" in error["message"]
+            lines = (await server.client.get("/metrics")).text.splitlines()
+            assert len(lines) == len(set(lines)), "a family is told once"
+            place = 'requests_total{endpoint="/v1/completions",model="%s",outcome="completed"}'
+            assert f"depthmix_{place % 'tiny'} 2.0" in lines
+            assert f"depthmix_{place % 'twin'} 1.0" in lines
+            assert 'depthmix_generated_tokens_total{model="twin"} 3.0' in lines
+            # one of them is busy, both are well
+            twin[1].hold()
+            caller = Caller(server.app, "/v1/completions", model="twin", prompt="a", max_tokens=9)
+            await server.wait_for(lambda: twin[1].stats().num_waiting == 1)
+            await server.complete(prompt="a", max_tokens=2)
+            twin[1].let_go()
+            await caller.task
+            health = (await server.client.get("/health")).json()
+            assert (health["status"], health["running"], health["waiting"]) == ("ok", 0, 0)
+
+            def break_down(step: int) -> None:
+                raise RuntimeError("no")
+
+            twin[1].fail = break_down
+            assert (await read_error(server, "/v1/completions", model="twin", prompt="a"))[0] == 500
+            health = (await server.client.get("/health")).json()
+            assert (health["status"], health["failed_steps"]) == ("failing", 1)
+            assert await server.complete(prompt="a", max_tokens=2)
 
     play(scene())
 
@@ -389,7 +453,7 @@ def test_preemptions_are_counted() -> None:
         ({"stop": [""]}, None, "empty string"),
         ({"stop_token_ids": [-1]}, "stop_token_ids", "greater than or equal to 0"),
         ({"stop_token_ids": [1] * 257}, "stop_token_ids", "at most 256"),
-        ({"model": "else"}, None, "the model served here is 'tiny'"),
+        ({"model": "else"}, None, "there is no model 'else' here: 'tiny' is served"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
@@ -529,9 +593,60 @@ def test_unknown_paths_and_methods_have_the_same_shape() -> None:
                 answer = await server.client.request(method, path)
                 assert answer.status_code == status
                 assert path in answer.json()["error"]["message"]
+                allowed = {"/v1/completions": "POST", "/health": "GET"}.get(path)
+                assert answer.headers.get("allow") == allowed
             answer = await server.client.post("/v1/completions", content=b'{"prompt": "a"}')
             assert answer.status_code == 400
             assert "application/json" in answer.json()["error"]["message"]
+
+    play(scene())
+
+
+def test_the_schema_tells_every_kind_of_answer() -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+            schema = (await server.client.get("/openapi.json")).json()
+            assert "/" not in schema["paths"], "the page is not for programs"
+            for path, methods in schema["paths"].items():
+                (route,) = methods.values()
+                for status in ("4XX", "5XX"):
+                    told = route["responses"][status]["content"]
+                    assert set(told) == {"application/json"}
+                    assert told["application/json"]["schema"]["$ref"].endswith("/ProblemAnswer")
+                # how FastAPI itself refuses is not how we do
+                assert "422" not in route["responses"]
+                kinds = set(route["responses"]["200"]["content"])
+                is_streamed = "text/event-stream" in kinds
+                assert is_streamed == (path in ("/v1/completions", "/v1/chat/completions"))
+
+    play(scene())
+
+
+def read_hashes(policy: str, kind: str) -> list[str]:
+    (names,) = re.findall(rf"{kind}-src ([^;]*)", policy)
+    return names.split()
+
+
+def test_the_page_is_open_and_allows_nothing_but_itself() -> None:
+    async def scene() -> None:
+        async with open_service(key="a-key") as server:
+            answer = await server.client.get("/")
+            assert (await server.client.post("/")).status_code == 405
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "connect-src 'self'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
+        for kind in ("style", "script"):
+            (text,) = re.findall(rf"<{kind}>(.*?)</{kind}>", answer.text, re.DOTALL)
+            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            assert read_hashes(policy, kind) == [f"'sha256-{digest}'"]
+        # nothing of the models is in it, and nothing of others
+        assert "tiny" not in answer.text
+        assert not re.findall(r"""(?:src|href|action)=(?!"data:)""", answer.text)
+        assert "{{" not in answer.text
 
     play(scene())
 

@@ -1,6 +1,5 @@
 """A real socket, with a client that nobody here wrote; slow connections; and how a server ends."""
 
-import asyncio
 import json
 import os
 import re
@@ -9,86 +8,39 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
 import depthmix
-from depthmix.infer import SamplingParams
+from depthmix.infer import Engine, SamplingParams
 from depthmix.models import open_model
-from depthmix.serve.app import make_app
 from depthmix.serve.limits import Limits
-from depthmix.serve.metrics import Metrics
 from depthmix.serve.server import (
-    DrainingServer,
+    Offer,
     bind_socket,
     check_exposure,
     describe_model,
     is_loopback,
     load_engine,
-    make_server,
     read_key,
+    serve_models,
+    take_turns,
 )
-from depthmix.serve.worker import Worker
-from served_models import END, HeldEngine, make_served, write_served_run
+from served_models import (
+    END,
+    HeldEngine,
+    Running,
+    make_served,
+    make_twin,
+    run_server,
+    write_served_run,
+)
 
 SECRET = "a-key"
-
-
-class Running(NamedTuple):
-    """A server in a thread of this process."""
-
-    port: int
-    server: DrainingServer
-    worker: Worker
-    engine: HeldEngine
-    thread: threading.Thread
-
-    def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
-
-    def wait_for(self, is_so: Any) -> None:
-        for _ in range(30_000):
-            if is_so():
-                return
-            time.sleep(0.001)
-        raise AssertionError("it does not come")
-
-    def stop(self) -> None:
-        assert self.server.loop is not None
-        if self.thread.is_alive():
-            self.server.loop.call_soon_threadsafe(self.server.begin_drain)
-        self.thread.join(30)
-        assert not self.thread.is_alive()
-
-
-@contextmanager
-def run_server(
-    limits: Limits | None = None, *, key: str | None = None, small_buffers: bool = False
-) -> Iterator[Running]:
-    limits, engine = limits or Limits(), HeldEngine()
-    worker = Worker(lambda: engine, Metrics(), max_queue=limits.max_queue)
-    app = make_app(make_served(), worker, limits, key=key)
-    listener = bind_socket("127.0.0.1", 0)
-    if small_buffers:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    port = listener.getsockname()[1]
-    server = make_server(app, worker, limits)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
-    thread.start()
-    running = Running(port, server, worker, engine, thread)
-    try:
-        running.wait_for(lambda: server.started and worker.state == "ready")
-        yield running
-    finally:
-        engine.let_go()
-        running.stop()
 
 
 def ask_openai(running: Running, key: str = SECRET) -> openai.OpenAI:
@@ -321,6 +273,69 @@ def test_a_model_on_disk_becomes_an_engine(run: Path) -> None:
     assert engine.pages.num_rows == 2
     (sample,) = engine.generate([[5]], SamplingParams(max_tokens=3, seed=1))[0].samples
     assert sample.text is not None
+
+
+def test_the_openai_client_chooses_between_two_models() -> None:
+    pairs = [(make_served(), HeldEngine()), make_twin()]
+    with run_server(pairs=pairs) as running, ask_openai(running) as client:
+        assert [model.id for model in client.models.list()] == ["tiny", "twin"]
+        for model, engine in pairs:
+            prompt = model.vocabulary.encode("once upon")
+            params = SamplingParams(max_tokens=8, seed=3, stop_tokens=[END])
+            (truth,) = (
+                HeldEngine("tiny" if model.name == "tiny" else "tiny-dense")
+                .generate([prompt], params)[0]
+                .samples
+            )
+            before = engine.num_steps
+            wish: dict[str, Any] = {"prompt": "once upon", "max_tokens": 8, "seed": 3}
+            assert client.completions.create(model=model.name, **wish).choices[0].text == truth.text
+            assert engine.num_steps > before
+        with pytest.raises(openai.NotFoundError, match="'tiny' and 'twin' are served"):
+            client.completions.create(model="else", prompt="a")
+
+
+def test_two_models_are_loaded_one_after_the_other_and_ready_together() -> None:
+    held, log = threading.Event(), []
+
+    def load(number: int) -> HeldEngine:
+        log.append(f"begin {number}")
+        assert held.wait(30)
+        log.append(f"end {number}")
+        return HeldEngine()
+
+    loads = take_turns([lambda: load(0), lambda: load(1)])
+    threads = [
+        threading.Thread(target=lambda i=i: (loads[i](), log.append("ready"))) for i in (0, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    held.set()
+    for thread in threads:
+        thread.join(30)
+    begun, ended, other, end, *ready = log
+    assert (begun[:5], ended) == ("begin", f"end {begun[-1]}")
+    assert (other[:5], end) == ("begin", f"end {other[-1]}")
+    assert ready == ["ready", "ready"]
+
+
+def test_a_model_that_cannot_be_loaded_holds_up_no_other() -> None:
+    def fail() -> HeldEngine:
+        raise ValueError("no such weights")
+
+    loads = take_turns([HeldEngine, fail])
+    found: list[Engine] = []
+    thread = threading.Thread(target=lambda: found.append(loads[0]()))
+    thread.start()
+    with pytest.raises(ValueError, match="no such weights"):
+        loads[1]()
+    thread.join(30)
+    assert len(found) == 1
+    offers = [Offer(make_served(), HeldEngine), Offer(make_twin()[0], fail)]
+    with pytest.raises(ValueError, match="no such weights"):
+        serve_models(offers, host="127.0.0.1", port=0, limits=Limits())
+    with pytest.raises(ValueError, match="two models are called 'tiny': name each of them"):
+        serve_models(offers[:1] * 2, host="127.0.0.1", port=0, limits=Limits())
 
 
 def test_keys_come_from_a_file_or_the_environment(

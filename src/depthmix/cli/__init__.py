@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from depthmix.cli import (
+    chat,
     demo,
     describe,
     eval_,
@@ -35,6 +36,7 @@ from depthmix.cli.arguments import app
 # each of them adds its verb to `app`
 __all__ = [
     "app",
+    "chat",
     "demo",
     "describe",
     "eval_",

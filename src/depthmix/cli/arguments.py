@@ -1,12 +1,12 @@
 """What a command line says: models, fields to change, and help that lists verbs and fields.
 
 Owns what verbs share, which do not know each other: options, checks, the extras that they may need,
-a text that is traced.
+a text that is traced, a line that is shown while something takes long.
 """
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "First steps": ("demo",),
     "Train": ("presets", "describe", "prepare", "train", "runs"),
-    "Use a model": ("sample", "serve", "view", "trace", "eval"),
+    "Use a model": ("sample", "chat", "serve", "view", "trace", "eval"),
     "Exchange models": ("upcycle", "export", "import"),
     "Many runs, many GPUs": ("sweep", "report", "plan-memory"),
 }
@@ -56,6 +56,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+LINE_WIDTH = 79
 
 # an unknown option may be a field, written the way other programs write it
 FIELDS_ALLOWED = {"ignore_unknown_options": True}
@@ -279,6 +281,30 @@ def load_bridge() -> Any:
         from depthmix.hf import MISSING
 
         raise ValueError(MISSING) from error
+
+
+@contextmanager
+def show_line(what: str) -> Iterator[Callable[[], object] | None]:
+    """Gives a function that shows a line on stderr, if that is a terminal, until the block ends."""
+    screen = sys.stderr
+    if not screen.isatty():
+        yield None
+        return
+
+    written = False
+
+    def write() -> None:
+        nonlocal written
+        written = True
+        screen.write(f"\r{what[:LINE_WIDTH]:<{LINE_WIDTH}}")
+        screen.flush()
+
+    try:
+        yield write
+    finally:
+        if written:
+            screen.write(f"\r{'':<{LINE_WIDTH}}\r")
+            screen.flush()
 
 
 def _read_option(argument: str, following: Sequence[str], train: bool) -> tuple[str, str]:

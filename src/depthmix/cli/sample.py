@@ -2,9 +2,8 @@
 
 import random
 import re
+import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -20,10 +19,10 @@ from depthmix.cli.arguments import (
     check_device,
     name_flags,
     read_file,
+    show_line,
 )
 
 MAX_BATCH = 8
-LINE_WIDTH = 79
 
 
 @app.command(cls=PlainCommand)
@@ -122,6 +121,9 @@ def sample(
         raise ValueError("--logprobs are printed with --json only: add it")
     if keep_newline and file is None:
         raise ValueError("--keep-newline is for --file: add it")
+    if not prompt and file is None and sys.stdin.isatty() and sys.stdout.isatty():
+        offer = shlex.join(["depthmix", "chat", str(model)])
+        print(f"without --prompt a new document begins; to talk with it: {offer}", file=sys.stderr)
     texts = read_prompts(prompt, file, keep_newline=keep_newline)
     from depthmix.infer import SamplingParams
     from depthmix.interrupt import Interrupt
@@ -176,27 +178,3 @@ def read_escapes(text: str) -> str:
     r"""A text in which \n, \t, \r and \\ stand for what a shell cannot easily pass; others stay."""
     meant = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
     return re.sub(r"\\([ntr\\])", lambda match: meant[match[1]], text)
-
-
-@contextmanager
-def show_line(what: str) -> Iterator[Callable[[], object] | None]:
-    """Gives a function that shows a line on stderr, if that is a terminal, until the block ends."""
-    screen = sys.stderr
-    if not screen.isatty():
-        yield None
-        return
-
-    written = False
-
-    def write() -> None:
-        nonlocal written
-        written = True
-        screen.write(f"\r{what[:LINE_WIDTH]:<{LINE_WIDTH}}")
-        screen.flush()
-
-    try:
-        yield write
-    finally:
-        if written:
-            screen.write(f"\r{'':<{LINE_WIDTH}}\r")
-            screen.flush()

@@ -22,12 +22,25 @@ from depthmix.cli.arguments import (
 @app.command(cls=PlainCommand)
 def serve(
     model: ModelPath,
+    other: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A second model, to compare with the first.",
+            metavar="RUN|DIR",
+            show_default=False,
+        ),
+    ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen at; others than loopback need a key.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.")] = 8000,
     name: Annotated[
-        str | None, typer.Option(help="What clients call the model.", show_default="its folder")
+        list[str] | None,
+        typer.Option(
+            help="What clients call the model; of two, give it twice.",
+            metavar="NAME",
+            show_default="its folder",
+        ),
     ] = None,
     api_key_file: Annotated[
         Path | None,
@@ -77,14 +90,17 @@ def serve(
     tokenizer: TokenizerPlace = None,
     device: Device = None,
 ) -> None:
-    """Serve a model over HTTP, in the shapes of OpenAI's interface.
+    """Serve a model over HTTP, to programs and on a page.
 
-    It answers at /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health
-    and /metrics. SIGTERM or Ctrl-C lets running requests finish.
+    Open the address in a browser for the page, which shows depth as text is written. Programs find
+    OpenAI's interface at /v1, and /tokenize, /detokenize, /health and /metrics. Of two models,
+    requests choose by 'model', and the first is the default. SIGTERM or Ctrl-C lets running
+    requests finish.
 
     \b
     For example:
       depthmix serve runs/demo-20261115-142233
+      depthmix serve runs/demo-20261115-142233/mod runs/demo-20261115-142233/dense
       depthmix serve runs/demo-20261115-142233 --host 0.0.0.0 --api-key-file key.txt
     """
     # what can be wrong is asked before torch takes its seconds to load
@@ -112,29 +128,36 @@ def serve(
         drain_seconds=drain_seconds,
     )
     from depthmix.models import open_model
-    from depthmix.serve.server import check_exposure, load_engine, read_key, serve_model
+    from depthmix.serve.server import (
+        Offer,
+        check_exposure,
+        describe_model,
+        load_engine,
+        read_key,
+        serve_models,
+    )
 
     key = read_key(api_key_file)
     check_exposure(host, key, no_auth=no_auth)
-    opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)
-    problem = opened.config.find_selector_problem(selector)
-    if problem is not None:
-        raise ValueError(f"--selector {selector}: {problem}")
-    load = partial(
-        load_engine,
-        opened,
-        device=device,
-        selector=selector,
-        max_batch=batch,
-        cache_tokens=cache_tokens,
-    )
-    serve_model(
-        opened,
-        host=host,
-        port=port,
-        name=name,
-        key=key,
-        origins=cors_origin or (),
-        limits=limits,
-        load=load,
-    )
+    paths = [model] if other is None else [model, other]
+    if name is not None and len(name) != len(paths):
+        times = f"{len(name)} time{'' if len(name) == 1 else 's'}"
+        raise ValueError(f"--name is given {times}, and models are {len(paths)}: name each of them")
+    offers = []
+    for path, called in zip(paths, name or [None] * len(paths), strict=True):
+        opened = open_model(path, checkpoint=checkpoint, tokenizer=tokenizer)
+        # a dense model beside a routed one has nothing to decide
+        decider = selector if len(paths) == 1 or opened.config.routed_layers else None
+        problem = opened.config.find_selector_problem(decider)
+        if problem is not None:
+            raise ValueError(f"--selector {selector}: {problem}")
+        load = partial(
+            load_engine,
+            opened,
+            device=device,
+            selector=decider,
+            max_batch=batch,
+            cache_tokens=cache_tokens,
+        )
+        offers.append(Offer(describe_model(opened, called), load))
+    serve_models(offers, host=host, port=port, key=key, origins=cors_origin or (), limits=limits)

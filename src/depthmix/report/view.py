@@ -6,9 +6,9 @@ Owns what goes into the template `view.html`, which draws. Knows no torch.
 import html
 import json
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import Any
 
+from depthmix.report.look import dress, read_part
 from depthmix.report.traces import check_trace, classify_tokens, compare_rules, measure_rule
 
 TEMPLATE = "view.html"
@@ -24,10 +24,11 @@ def write_page(trace: Mapping[str, Any]) -> str:
         "measures": {name: measure_rule(trace, name) for name in trace["rules"]},
         "agreement": compare_rules(trace),
     }
-    template = resources.files("depthmix.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    look = dress(read_part(TEMPLATE))
     title = f"Depth of {trace['origin'].get('run', 'a model')}"
     # cut first: what a text or a name holds must not be taken for a place to fill
-    head, _, tail = template.partition("{{data}}")
+    head, _, tail = look.html.partition("{{data}}")
+    head = head.replace("{{policy}}", html.escape(look.policy, quote=False))
     return head.replace("{{title}}", html.escape(title)) + embed_json(data) + tail
 
 

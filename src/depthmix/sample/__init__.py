@@ -1,4 +1,6 @@
-"""Text in, text out: a model that writes (`sampler`), and its samples on a terminal (`show`).
+"""Text in, text out: a model that writes (`sampler`), and what of it is seen on a terminal.
+
+Samples are shown by `show`, a conversation is had by `talk`.
 
 Stands above `infer`, which knows no tokenizer files, and above `models`, which knows no engine.
 """

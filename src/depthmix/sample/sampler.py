@@ -55,6 +55,10 @@ class Sampler:
             max_batch=max_batch,
         )
         self.load_seconds = self.compile_seconds = 0.0
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget the requests so far, which are done, and the time that they took."""
         self.requests: list[int] = []
         self._num_later = 0
         self._first = self._last = 0.0
@@ -70,7 +74,7 @@ class Sampler:
         They are begun and thrown away: the engine's own `warm_up` is for requests of any kind, and
         takes longer. `progress` is called as it begins. The time is in `compile_seconds`.
         """
-        if self.engine.model.embedding.weight.device.type != "cuda":
+        if not self._compiles:
             return
         start = time.perf_counter()
         if progress is not None:
@@ -78,6 +82,18 @@ class Sampler:
         few = min(params.max_tokens, WARM_TOKENS)
         self.engine.generate(prompts, replace(params, max_tokens=few))
         self.compile_seconds += time.perf_counter() - start
+
+    def warm_up_all(self, progress: Callable[[], object] | None = None) -> None:
+        """The same for requests of any kind, where it is not known which will come."""
+        if not self._compiles:
+            return
+        if progress is not None:
+            progress()
+        self.compile_seconds += self.engine.warm_up()
+
+    @property
+    def _compiles(self) -> bool:
+        return self.engine.model.embedding.weight.device.type == "cuda"
 
     def add(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Put a request in line."""

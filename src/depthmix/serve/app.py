@@ -1,7 +1,8 @@
 """The routes: what each request is answered.
 
-Owns the order of things: check the wish, make tokens of its prompt, put it in line, and answer
-while it is computed, or not at all once its client has gone. Does not know sockets or signals.
+Owns the order of things: choose the model, check the wish, make tokens of its prompt, put it in
+line, and answer while it is computed, or not at all once its client has gone. Does not know sockets
+or signals.
 """
 
 import asyncio
@@ -11,24 +12,23 @@ from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import jinja2
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from depthmix.models.chat import render_chat
-from depthmix.serve.answers import ChatDraft, CompletionDraft, Draft, ServedModel
+from depthmix.serve.answers import ChatDraft, CompletionDraft, Draft
 from depthmix.serve.gate import Gate, answer_problem
+from depthmix.serve.lane import Lane
 from depthmix.serve.limits import Limits
-from depthmix.serve.metrics import Metrics
+from depthmix.serve.metrics import Metrics, write_metrics
+from depthmix.serve.page import answer_page
 from depthmix.serve.problems import FailedError, RefusedError, ServeError, StatusError
 from depthmix.serve.shapes import (
     ChatAnswer,
-    ChatMessage,
     ChatWish,
     CompletionAnswer,
     CompletionWish,
@@ -38,16 +38,20 @@ from depthmix.serve.shapes import (
     HealthStatus,
     ModelCard,
     ModelList,
+    ProblemAnswer,
     SamplingShape,
     TokenizeAnswer,
     TokenizeWish,
     explain_errors,
 )
-from depthmix.serve.worker import Job, Worker
+from depthmix.serve.worker import Job
 
-# texts as long as this are encoded in a thread, so that others need not wait
-LONG_TEXT = 16_384
 JSON = "application/json"
+EVENTS = "text/event-stream"
+# what any route may answer, as the schema tells it
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ProblemAnswer} for status in ("4XX", "5XX")
+}
 # nginx's status for a client that has gone; only logs see it
 GONE = 499
 
@@ -55,19 +59,18 @@ logger = logging.getLogger("depthmix.serve")
 
 
 def make_app(
-    model: ServedModel,
-    worker: Worker,
+    lanes: Sequence[Lane],
     limits: Limits,
     *,
     key: str | None = None,
     hosts: Collection[str] | None = None,
     origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """Everything behind the socket; the worker runs while the app does.
+    """Everything behind the socket; the lanes' workers run while the app does.
 
     `key`, `hosts` as for `Gate`; `origins` are the sites whose pages may call this server.
     """
-    gate: ASGIApp = Gate(Service(model, worker, limits).make_api(), limits, key=key, hosts=hosts)
+    gate: ASGIApp = Gate(Service(lanes, limits).make_api(), limits, key=key, hosts=hosts)
     if not origins:
         return gate
     return CORSMiddleware(
@@ -79,18 +82,24 @@ def make_app(
 
 
 class Service:
-    """What the routes share: the model, the worker and the limits."""
+    """What the routes share: the lanes, of which the first is the default, and the limits."""
 
-    def __init__(self, model: ServedModel, worker: Worker, limits: Limits) -> None:
-        self.model, self.worker, self.limits = model, worker, limits
-        self.metrics: Metrics = worker.metrics
+    def __init__(self, lanes: Sequence[Lane], limits: Limits) -> None:
+        self.lanes = {lane.model.name: lane for lane in lanes}
+        assert len(self.lanes) == len(lanes) > 0
+        self.default, self.limits = lanes[0], limits
         self._endpoints: set[str] = set()
 
     def make_api(self) -> FastAPI:
         """The routes, with their schema at /openapi.json."""
         # pages that show the schema load scripts from elsewhere: there are none
         api = FastAPI(
-            title="depthmix", docs_url=None, redoc_url=None, lifespan=self._run_worker, version="1"
+            title="depthmix",
+            version="1",
+            docs_url=None,
+            redoc_url=None,
+            lifespan=self._run_workers,
+            responses=PROBLEMS,
         )
         for path, answer, shape in (
             ("/v1/completions", self.complete, CompletionAnswer),
@@ -99,12 +108,28 @@ class Service:
             ("/detokenize", self.detokenize, DetokenizeAnswer),
         ):
             self._endpoints.add(path)
-            told: dict[int | str, dict[str, Any]] = {200: {"model": shape}}
-            api.add_api_route(path, answer, methods=["POST"], response_model=None, responses=told)
+            told: dict[str, Any] = {"model": shape}
+            if path.startswith("/v1"):
+                told["content"] = {EVENTS: {"schema": {"type": "string"}}}
+            options: dict[str, Any] = {"methods": ["POST"], "response_model": None}
+            api.add_api_route(path, answer, responses={200: told}, **options)
+        api.add_api_route("/", answer_page, include_in_schema=False, response_model=None)
         api.add_api_route("/v1/models", self.list_models, response_model=ModelList)
         api.add_api_route("/v1/models/{name:path}", self.show_model, response_model=ModelCard)
-        api.add_api_route("/health", self.tell_health, response_model=None)
-        api.add_api_route("/metrics", self.show_metrics, response_model=None)
+        health = {"model": HealthAnswer}
+        api.add_api_route(
+            "/health", self.tell_health, response_model=None, responses={200: health, 503: health}
+        )
+        numbers = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+        # a route whose answer is text has errors in JSON all the same
+        problem = {"content": {JSON: {"schema": {"$ref": "#/components/schemas/ProblemAnswer"}}}}
+        api.add_api_route(
+            "/metrics",
+            self.show_metrics,
+            response_class=PlainTextResponse,
+            response_model=None,
+            responses={200: numbers, "4XX": problem, "5XX": problem},
+        )
         api.add_exception_handler(ServeError, self._answer_problem)
         api.add_exception_handler(RequestValidationError, self._answer_invalid)
         api.add_exception_handler(HTTPException, self._answer_status)
@@ -113,87 +138,87 @@ class Service:
 
     async def complete(self, wish: CompletionWish, request: Request) -> Response:
         """A text that goes on from a prompt, or several."""
+        lane = self._choose_lane(wish.model, request)
         self._check_wish(wish, len(wish.prompt))
-        prompts = [await self._encode(prompt) for prompt in wish.prompt]
+        prompts = [await lane.encode(prompt) for prompt in wish.prompt]
+        vocabulary = lane.model.vocabulary
         echoes = None
         if wish.echo:
-            decode = self.model.vocabulary.decode
-            echoes = [p if isinstance(p, str) else decode(p) for p in wish.prompt]
-        end_token = self.model.vocabulary.end_token
-        draft = CompletionDraft(self.model, wish, prompts, echoes)
-        return await self._answer(draft, [] if end_token is None else [end_token], request)
+            echoes = [p if isinstance(p, str) else vocabulary.decode(p) for p in wish.prompt]
+        end_token = vocabulary.end_token
+        draft = CompletionDraft(lane.model, wish, prompts, echoes)
+        return await self._answer(lane, draft, [] if end_token is None else [end_token], request)
 
     async def chat(self, wish: ChatWish, request: Request) -> Response:
         """The next answer in a conversation, by the model's own chat template."""
+        lane = self._choose_lane(wish.model, request)
         self._check_wish(wish, 1)
-        prompt = await self._encode_messages(wish.messages)
-        ends = [] if self.model.chat is None else list(self.model.chat.stop_tokens)
-        end_token = self.model.vocabulary.end_token
+        prompt = await lane.encode_messages(wish.messages)
+        model = lane.model
+        ends = [] if model.chat is None else list(model.chat.stop_tokens)
+        end_token = model.vocabulary.end_token
         if end_token is not None and end_token not in ends:
             ends.append(end_token)
-        return await self._answer(ChatDraft(self.model, wish, [prompt]), ends, request)
+        return await self._answer(lane, ChatDraft(model, wish, [prompt]), ends, request)
 
-    async def tokenize(self, wish: TokenizeWish) -> Response:
+    async def tokenize(self, wish: TokenizeWish, request: Request) -> Response:
         """The tokens of a text, or of messages by the chat template."""
-        self.worker.check_open()
-        self._check_name(wish.model)
+        lane = self._choose_lane(wish.model, request)
         if wish.messages is not None:
-            tokens = await self._encode_messages(wish.messages)
+            tokens = await lane.encode_messages(wish.messages)
         else:
-            tokens = await self._encode_text(wish.prompt or "", begin=wish.add_special_tokens)
-        longest = self.model.config.max_seq_len
-        self._count("/tokenize", "completed")
+            tokens = await lane.encode_text(wish.prompt or "", begin=wish.add_special_tokens)
+        longest = lane.model.config.max_seq_len
+        self._count(request, "completed")
         return send_shape(TokenizeAnswer(count=len(tokens), max_model_len=longest, tokens=tokens))
 
-    async def detokenize(self, wish: DetokenizeWish) -> Response:
+    async def detokenize(self, wish: DetokenizeWish, request: Request) -> Response:
         """The text of tokens."""
-        self.worker.check_open()
-        self._check_name(wish.model)
-        self._check_ids(wish.tokens)
-        text = self.model.vocabulary.decode(wish.tokens)
-        self._count("/detokenize", "completed")
+        lane = self._choose_lane(wish.model, request)
+        lane.check_ids(wish.tokens)
+        text = lane.model.vocabulary.decode(wish.tokens)
+        self._count(request, "completed")
         return send_shape(DetokenizeAnswer(prompt=text))
 
     async def list_models(self) -> ModelList:
-        """The model that is served."""
-        self.worker.check_open()
-        return ModelList(data=[self._make_card()])
+        """The models that are served, the default one first."""
+        for lane in self.lanes.values():
+            lane.worker.check_open()
+        return ModelList(data=[lane.make_card() for lane in self.lanes.values()])
 
-    async def show_model(self, name: str) -> ModelCard:
-        """The same by its name."""
-        self.worker.check_open()
-        self._check_name(name)
-        return self._make_card()
+    async def show_model(self, name: str, request: Request) -> ModelCard:
+        """One of them by its name."""
+        return self._choose_lane(name, request).make_card()
 
     async def tell_health(self) -> Response:
         """Whether the server works: 200 if requests are welcome, 503 if not."""
-        worker, stats = self.worker, self.worker.stats
-        status: dict[str, HealthStatus] = {
-            "loading": "loading",
-            "ready": "failing" if worker.num_failures else "ok",
-            "draining": "draining",
-            "stopped": "draining",
-            "broken": "broken",
-        }
-        told = HealthAnswer(
-            status=status[worker.state],
-            running=0 if stats is None else stats.num_running,
-            waiting=0 if stats is None else stats.num_waiting,
-            failed_steps=worker.num_failures,
-            message=worker.last_failure,
+        # of several models, the one that is worst off
+        ranks = ("ok", "failing", "loading", "draining", "broken")
+        told = [tell_lane(lane) for lane in self.lanes.values()]
+        worst = max(told, key=lambda each: ranks.index(each.status))
+        whole = HealthAnswer(
+            status=worst.status,
+            running=sum(each.running for each in told),
+            waiting=sum(each.waiting for each in told),
+            failed_steps=max(each.failed_steps for each in told),
+            message=next((each.message for each in told if each.message), None),
         )
-        return send_shape(told, status=200 if worker.is_healthy else 503)
+        is_healthy = all(lane.worker.is_healthy for lane in self.lanes.values())
+        return send_shape(whole, status=200 if is_healthy else 503)
 
     async def show_metrics(self) -> Response:
         """Counts and times for Prometheus."""
-        return Response(self.metrics.write(), media_type=self.metrics.content_type)
+        told = write_metrics({name: lane.worker.metrics for name, lane in self.lanes.items()})
+        return Response(told, media_type=Metrics.content_type)
 
-    async def _answer(self, draft: Draft, ends: list[int], request: Request) -> Response:
+    async def _answer(
+        self, lane: Lane, draft: Draft, ends: list[int], request: Request
+    ) -> Response:
         """Put a request in line; its answer, or the stream of it."""
-        wish, path = draft.wish, request.url.path
-        room = self._count_room(max(map(len, draft.prompts)))
+        wish, worker = draft.wish, lane.worker
+        room = lane.count_room(max(map(len, draft.prompts)))
         params = wish.make_params(max_tokens=wish.count_tokens() or room, end_tokens=ends)
-        job = self.worker.submit(draft.prompts, params)
+        job = worker.submit(draft.prompts, params)
         outcome = "cancelled"
         is_stream = False
         try:
@@ -201,7 +226,7 @@ class Service:
             is_here = await race(job.wait_admitted(), request.receive)
             if is_here and wish.stream:
                 is_stream = True
-                return EventStream(self, draft, job, path)
+                return EventStream(self, draft, job, request)
             if is_here and await race(collect_samples(draft, job), request.receive):
                 outcome = "completed"
                 return send_shape(draft.finish())
@@ -212,14 +237,27 @@ class Service:
             raise
         finally:
             if not is_stream:
-                self.worker.cancel(job)
+                worker.cancel(job)
                 if outcome:
-                    self._count(path, outcome)
+                    self._count(request, outcome)
+
+    def _choose_lane(self, name: str | None, request: Request) -> Lane:
+        """The model that a request is for; it is there and takes requests."""
+        if name is not None and name not in self.lanes:
+            names = " and ".join(f"'{known}'" for known in self.lanes)
+            verb = "is" if len(self.lanes) == 1 else "are"
+            raise StatusError(
+                404,
+                f"there is no model '{name[:100]}' here: {names} {verb} served",
+                code="model_not_found",
+            )
+        lane = self.default if name is None else self.lanes[name]
+        request.state.lane = lane
+        lane.worker.check_open()
+        return lane
 
     def _check_wish(self, wish: SamplingShape, num_prompts: int) -> None:
         """What can be refused before anything is computed."""
-        self.worker.check_open()
-        self._check_name(wish.model)
         limits = self.limits
         if wish.n > limits.max_n:
             raise RefusedError(
@@ -231,83 +269,17 @@ class Service:
                 f"samples: send several requests"
             )
 
-    def _check_name(self, name: str | None) -> None:
-        if name is not None and name != self.model.name:
-            raise StatusError(
-                404, f"the model served here is '{self.model.name}'", code="model_not_found"
-            )
-
-    def _check_ids(self, tokens: Sequence[int]) -> None:
-        size = self.model.config.vocab_size
-        wrong = next((token for token in tokens if not 0 <= token < size), None)
-        if wrong is not None:
-            raise RefusedError(f"{wrong} is no token: they are 0 to {size - 1}")
-
-    def _check_length(self, tokens: Sequence[int]) -> None:
-        longest = self.model.config.max_seq_len
-        if self.limits.max_prompt_tokens is not None:
-            longest = min(longest, self.limits.max_prompt_tokens)
-        if len(tokens) > longest:
-            raise RefusedError(
-                f"the prompt has {len(tokens)} tokens, and {longest} are allowed: shorten it",
-                code="context_length_exceeded",
-            )
-
-    def _count_room(self, num_prompt: int) -> int:
-        """Tokens that may follow so long a prompt in the model and in the cache."""
-        config, pages = self.model.config, self.worker.check_open().pages
-        room = pages.num_pages // config.num_layers * pages.page_size
-        return max(1, min(config.max_seq_len, room) - num_prompt + 1)
-
-    async def _encode(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            tokens = await self._encode_text(prompt, begin=True)
-        else:
-            self._check_ids(prompt)
-            tokens = prompt
-        self._check_length(tokens)
-        return tokens
-
-    async def _encode_text(self, text: str, *, begin: bool) -> list[int]:
-        encode = self.model.vocabulary.encode if begin else self.model.vocabulary.tokenize
-        try:
-            if len(text) < LONG_TEXT:
-                return encode(text)
-            return await asyncio.to_thread(encode, text)
-        except ValueError as error:
-            raise RefusedError(str(error)) from error
-
-    async def _encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
-        chat = self.model.chat
-        if chat is None:
-            raise RefusedError(
-                f"'{self.model.name}' has no chat template: use /v1/completions",
-                code="no_chat_template",
-            )
-        told = [message.read() for message in messages]
-        try:
-            text = render_chat(chat, told, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise RefusedError(
-                f"the chat template does not take these messages: {error}", param="messages"
-            ) from error
-        tokens = await self._encode_text(text, begin=False)
-        self._check_length(tokens)
-        return tokens
-
-    def _make_card(self) -> ModelCard:
-        model = self.model
-        return ModelCard(
-            id=model.name, created=model.created, max_model_len=model.config.max_seq_len
-        )
-
-    def _count(self, path: str, outcome: str) -> None:
+    def _count(self, request: Request, outcome: str) -> None:
+        # what never came to a model is counted with the default one
+        lane = getattr(request.state, "lane", self.default)
+        path = request.url.path
         # a path that somebody made up is no label: there would be no end of them
-        self.metrics.requests.labels(path if path in self._endpoints else "other", outcome).inc()
+        known = path if path in self._endpoints else "other"
+        lane.worker.metrics.requests.labels(known, outcome).inc()
 
     async def _answer_problem(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ServeError)
-        self._count(request.url.path, error.outcome)
+        self._count(request, error.outcome)
         return answer_problem(error)
 
     async def _answer_invalid(self, request: Request, error: Exception) -> Response:
@@ -323,7 +295,10 @@ class Service:
             405: f"'{path}' does not take {request.method}",
         }
         sentence = told.get(error.status_code, "the request cannot be answered")
-        return await self._answer_problem(request, StatusError(error.status_code, sentence))
+        answer = await self._answer_problem(request, StatusError(error.status_code, sentence))
+        # which methods there are
+        answer.headers.update(error.headers or {})
+        return answer
 
     async def _answer_failure(self, request: Request, error: Exception) -> Response:
         return await self._answer_problem(
@@ -331,32 +306,33 @@ class Service:
         )
 
     @asynccontextmanager
-    async def _run_worker(self, api: FastAPI) -> AsyncIterator[None]:
-        self.worker.start()
+    async def _run_workers(self, api: FastAPI) -> AsyncIterator[None]:
+        for lane in self.lanes.values():
+            lane.worker.start()
         try:
             yield
         finally:
-            await self.worker.stop()
+            await asyncio.gather(*(lane.worker.stop() for lane in self.lanes.values()))
 
 
 class EventStream(Response):
     """An answer in pieces, as server-sent events; its job ends with it, whatever happens."""
 
-    def __init__(self, service: Service, draft: Draft, job: Job, path: str) -> None:
-        super().__init__(media_type="text/event-stream")
+    def __init__(self, service: Service, draft: Draft, job: Job, request: Request) -> None:
+        super().__init__(media_type=EVENTS)
         # a stream's length is not known, and a proxy must not wait for its end
         del self.headers["content-length"]
         self.headers["Cache-Control"] = "no-cache"
         self.headers["X-Accel-Buffering"] = "no"
-        self.service, self.draft, self.job, self.path = service, draft, job, path
+        self.service, self.draft, self.job, self.request = service, draft, job, request
         self.outcome = "cancelled"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await race(self._write(send), receive)
         finally:
-            self.service.worker.cancel(self.job)
-            self.service._count(self.path, self.outcome)
+            self.request.state.lane.worker.cancel(self.job)
+            self.service._count(self.request, self.outcome)
 
     async def _write(self, send: Send) -> None:
         await send(
@@ -388,6 +364,25 @@ class EventStream(Response):
         last = [encode_shape(draft.end_stream())] if draft.wish.includes_usage else []
         self.outcome = "completed"
         await write([*last, b"[DONE]"], more=False)
+
+
+def tell_lane(lane: Lane) -> HealthAnswer:
+    """How one model is."""
+    worker, stats = lane.worker, lane.worker.stats
+    status: dict[str, HealthStatus] = {
+        "loading": "loading",
+        "ready": "failing" if worker.num_failures else "ok",
+        "draining": "draining",
+        "stopped": "draining",
+        "broken": "broken",
+    }
+    return HealthAnswer(
+        status=status[worker.state],
+        running=0 if stats is None else stats.num_running,
+        waiting=0 if stats is None else stats.num_waiting,
+        failed_steps=worker.num_failures,
+        message=worker.last_failure,
+    )
 
 
 async def collect_samples(draft: Draft, job: Job) -> None:

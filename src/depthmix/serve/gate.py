@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from depthmix.serve.limits import Limits
 from depthmix.serve.problems import ServeError, StatusError
 
-# liveness checks need no key
-OPEN_PATHS = frozenset({"/health"})
+# liveness checks need no key; the page asks for it, and holds nothing of the models
+OPEN_PATHS = frozenset({"/", "/health"})
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
 

@@ -1,11 +1,15 @@
 """Counts and times for Prometheus.
 
-Owns the names of the metrics. They are in a registry of their own, so that several servers in a
-process do not meet. Does not know who counts.
+Owns the names of the metrics. Those of a model are in a registry of their own, so that several
+models or servers in a process do not meet. Does not know who counts.
 """
+
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from depthmix.infer.depth import Depth
 from depthmix.infer.results import Stats
@@ -16,7 +20,7 @@ REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 
 
 class Metrics:
-    """Everything that is counted; each may be changed from any thread."""
+    """Everything that is counted of a model; each may be changed from any thread."""
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -77,6 +81,28 @@ class Metrics:
         # routers cost something: where nothing is skipped, less than nothing is saved
         self.flops_saved.inc(max(0, depth.dense_flops - depth.flops))
 
-    def write(self) -> bytes:
-        """All of them in Prometheus' text format."""
-        return generate_latest(self.registry)
+
+class _Joined(Collector):
+    """The metrics of several models, each with its model's name as a label."""
+
+    def __init__(self, named: Mapping[str, Metrics]) -> None:
+        self.named = named
+
+    def collect(self) -> Iterator[Metric]:
+        joined: dict[str, Metric] = {}
+        for name, metrics in self.named.items():
+            for family in metrics.registry.collect():
+                told = (family.name, family.documentation, family.type)
+                whole = joined.setdefault(family.name, Metric(*told))
+                whole.samples += [
+                    sample._replace(labels={"model": name, **sample.labels})
+                    for sample in family.samples
+                ]
+        yield from joined.values()
+
+
+def write_metrics(named: Mapping[str, Metrics]) -> bytes:
+    """The metrics of all models, by their names, in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_Joined(named))
+    return generate_latest(registry)

@@ -10,13 +10,14 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import h11
 import uvicorn
@@ -28,6 +29,7 @@ from depthmix.sample.sampler import place_network
 from depthmix.serve.answers import ServedModel
 from depthmix.serve.app import make_app
 from depthmix.serve.gate import LOOPBACK_NAMES
+from depthmix.serve.lane import Lane
 from depthmix.serve.limits import Limits
 from depthmix.serve.metrics import Metrics
 from depthmix.serve.worker import Worker
@@ -100,15 +102,15 @@ class TimedProtocol(H11Protocol):
 class DrainingServer(uvicorn.Server):
     """A server that finishes what it has begun before it ends, and then ends well."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, limits: Limits) -> None:
+    def __init__(self, config: uvicorn.Config, workers: Sequence[Worker], limits: Limits) -> None:
         super().__init__(config)
-        self.worker, self.limits = worker, limits
+        self.workers, self.limits = workers, limits
         self.loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._num_signals = 0
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Until a signal, or until the model cannot be loaded."""
+        """Until a signal, or until a model cannot be loaded."""
         self.loop = asyncio.get_running_loop()
         self._tasks.append(asyncio.create_task(self._watch_loading()))
         await super().serve(sockets)
@@ -143,53 +145,96 @@ class DrainingServer(uvicorn.Server):
         self._tasks.append(asyncio.ensure_future(self._drain()))
 
     async def _drain(self) -> None:
-        self.worker.drain()
+        for worker in self.workers:
+            worker.drain()
         with suppress(TimeoutError):
             async with asyncio.timeout(self.limits.drain_seconds):
-                await self.worker.wait_idle()
+                for worker in self.workers:
+                    await worker.wait_idle()
         # whoever is left is told
-        await self.worker.stop()
+        await asyncio.gather(*(worker.stop() for worker in self.workers))
         self.should_exit = True
 
     async def _watch_loading(self) -> None:
-        # made when the app starts
-        await self.worker.wait_loaded()
-        if self.worker.state == "broken":
-            self.should_exit = True
-        elif self.worker.state == "ready":
+        # the workers are started when the app is
+        for worker in self.workers:
+            await worker.wait_loaded()
+            if worker.state == "broken":
+                self.should_exit = True
+                return
+        if all(worker.state == "ready" for worker in self.workers):
             _say("ready")
 
 
-def serve_model(
-    stored: StoredModel,
+class Offer(NamedTuple):
+    """A model that is to be served."""
+
+    model: ServedModel
+    load: Callable[[], Engine]
+    """Makes its engine."""
+
+
+def serve_models(
+    offers: Sequence[Offer],
     *,
     host: str,
     port: int,
-    name: str | None = None,
     key: str | None = None,
     origins: Sequence[str] = (),
     limits: Limits,
-    load: Callable[[], Engine],
 ) -> None:
-    """Serve a model until a signal; raises what kept it from being loaded.
+    """Serve models until a signal, the first as the default; raises what kept one from loading.
 
-    Listens first, so that whoever asks while the model is loaded is told to wait.
+    Listens first, so that whoever asks while they are loaded is told to wait.
     """
-    model = describe_model(stored, name)
-    worker = Worker(load, Metrics(), max_queue=limits.max_queue)
+    names = [offer.model.name for offer in offers]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two models are called '{twice}': name each of them with --name")
+    workers = [
+        Worker(load, Metrics(), max_queue=limits.max_queue)
+        for load in take_turns([offer.load for offer in offers])
+    ]
+    lanes = [
+        Lane(offer.model, worker, limits) for offer, worker in zip(offers, workers, strict=True)
+    ]
     hosts = LOOPBACK_NAMES if key is None and is_loopback(host) else None
-    app = make_app(model, worker, limits, key=key, hosts=hosts, origins=origins)
+    app = make_app(lanes, limits, key=key, hosts=hosts, origins=origins)
     listener = bind_socket(host, port)
-    server = make_server(app, worker, limits)
+    server = make_server(app, workers, limits)
     shown, chosen = (f"[{host}]" if ":" in host else host), listener.getsockname()[1]
-    _say(f"{model.name} at http://{shown}:{chosen}/v1 (loading)")
+    _say(f"{' and '.join(names)} at http://{shown}:{chosen}/v1 (loading)")
     asyncio.run(server.serve([listener]))
-    if worker.error is not None:
-        raise worker.error
+    for worker in workers:
+        if worker.error is not None:
+            raise worker.error
     _say("stopped")
 
 
-def make_server(app: Any, worker: Worker, limits: Limits) -> DrainingServer:
+def take_turns(loads: Sequence[Callable[[], Engine]]) -> list[Callable[[], Engine]]:
+    """The same functions, of which one runs at a time, and all return when the last one is done.
+
+    A GPU records the steps of one engine only while nothing else runs there.
+    """
+    turn, together = threading.Lock(), threading.Barrier(len(loads))
+
+    def load_in_turn(load: Callable[[], Engine]) -> Engine:
+        try:
+            with turn:
+                engine = load()
+        except BaseException:
+            # nobody waits for what will not come
+            together.abort()
+            raise
+        # another one's failure ends the server
+        with suppress(threading.BrokenBarrierError):
+            together.wait()
+        return engine
+
+    return [partial(load_in_turn, load) for load in loads]
+
+
+def make_server(app: Any, workers: Sequence[Worker], limits: Limits) -> DrainingServer:
     """uvicorn with these limits."""
     config = uvicorn.Config(
         app,
@@ -208,7 +253,7 @@ def make_server(app: Any, worker: Worker, limits: Limits) -> DrainingServer:
         timeout_keep_alive=limits.idle_seconds,  # pyrefly: ignore
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
-    return DrainingServer(config, worker, limits)
+    return DrainingServer(config, workers, limits)
 
 
 def load_engine(

@@ -448,6 +448,21 @@ class ChatChunk(BaseModel):
     usage: TokenUsage | None = None
 
 
+class Problem(BaseModel):
+    """What is wrong, and what to do."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ProblemAnswer(BaseModel):
+    """An answer that is an error."""
+
+    error: Problem
+
+
 class ModelCard(BaseModel):
     """A model that is served."""
 
@@ -456,6 +471,10 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "depthmix"
     max_model_len: int
+    num_blocks: int
+    routed_blocks: list[int]
+    """Which of the blocks are routed, from 0."""
+    has_chat_template: bool
 
 
 class ModelList(BaseModel):

@@ -1,0 +1,140 @@
+"""The verb that talks with a model in the terminal."""
+
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Annotated, Any
+
+import typer
+
+from depthmix.cli.arguments import (
+    Checkpoint,
+    Device,
+    ModelPath,
+    PlainCommand,
+    Selector,
+    TokenizerPlace,
+    app,
+    check_device,
+    name_flags,
+    show_line,
+)
+
+
+@app.command(cls=PlainCommand)
+def chat(
+    model: ModelPath,
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told first.", metavar="TEXT")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
+    temperature: Annotated[
+        float, typer.Option(help="Divides the logits; 0 takes the most probable token.")
+    ] = 0.8,
+    top_k: Annotated[
+        int, typer.Option(help="Draw among this many most probable tokens; 0 means all.")
+    ] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the fewest tokens with this probability; 1 means all.")
+    ] = 0.95,
+    min_p: Annotated[
+        float, typer.Option(help="Leave out tokens below this fraction of the best; 0 means none.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, tokens that occurred are less likely.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed gives the same answers; a new one if empty.")
+    ] = None,
+    color: Annotated[
+        bool, typer.Option("--color", help="Shade each token by the routed blocks it used.")
+    ] = False,
+    selector: Selector = None,
+    checkpoint: Checkpoint = None,
+    tokenizer: TokenizerPlace = None,
+    device: Device = None,
+) -> None:
+    """Talk with a model in the terminal.
+
+    By its chat template, if it has one; else it goes on with your text. Ctrl-C stops an answer,
+    Ctrl-D leaves, /help lists commands.
+
+    \b
+    For example:
+      depthmix chat exported
+      depthmix chat runs/demo-20261115-142233 --color
+    """
+    check_device(device)
+    from depthmix.infer import SamplingParams
+    from depthmix.models import open_model
+    from depthmix.sample import start_sampler
+    from depthmix.sample.talk import Talk
+
+    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k}
+    options |= {"top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    with name_flags(*options):
+        params = SamplingParams(**options, seed=seed)
+    opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)
+    sampler = start_sampler(opened, device=device, selector=selector, max_batch=1)
+    talk = Talk(sampler, params, chat=opened.chat, system=system, color=color, screen=sys.stdout)
+    with show_line("compiling kernels (once: they are kept for the next time)") as progress:
+        sampler.warm_up_all(progress)
+    _tell(talk.begin())
+    read = _make_reader()
+    while True:
+        try:
+            line = read()
+        except KeyboardInterrupt:
+            # what was typed is gone, and nothing else
+            _tell("\nCtrl-D leaves")
+            continue
+        except EOFError:
+            break
+        if line == "/quit":
+            break
+        try:
+            if line.startswith("/") and not line.startswith("//"):
+                _tell(talk.command(line))
+                continue
+            code = _answer(talk, line[1:] if line.startswith("//") else line)
+        except ValueError as error:
+            _tell(f"depthmix: {error}")
+            continue
+        if code:
+            raise typer.Exit(code)
+
+
+def _answer(talk: Any, text: str) -> int:
+    """Let the model answer; returns the exit code that a signal asks for, else 0."""
+    from depthmix.interrupt import Interrupt
+
+    # however often Ctrl-C is pressed, it is about the answer
+    with Interrupt(raises=False) as interrupt:
+        _tell(talk.answer(text, lambda: interrupt.signal))
+    others = [number for number in interrupt.signals if number != signal.SIGINT]
+    return 128 + others[0] if others else 0
+
+
+def _make_reader() -> Callable[[], str]:
+    """A function that reads the next line; in a terminal, with the lines before it by ↑."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        # `input` uses it once it is there; not every Python has it
+        with suppress(ImportError):
+            import readline  # noqa: F401
+
+    def read() -> str:
+        parts = [input("> " if is_terminal else "")]
+        while parts[-1].endswith("\\"):
+            parts[-1] = parts[-1].removesuffix("\\")
+            parts.append(input("… " if is_terminal else ""))
+        return "\n".join(parts)
+
+    return read
+
+
+def _tell(sentence: str) -> None:
+    # on stderr, so that stdout has the answers alone
+    sys.stdout.flush()
+    print(sentence, file=sys.stderr, flush=True)

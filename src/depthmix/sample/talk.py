@@ -1,0 +1,232 @@
+"""A conversation with a model on a terminal.
+
+Owns what has been said, how much of it the model can still read, and the commands that change the
+conversation and its settings. Does not know where lines come from, nor where the model does.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from depthmix.infer import SamplingParams
+from depthmix.infer.results import Sample
+from depthmix.models import Chat
+from depthmix.models.chat import render_chat
+from depthmix.sample.sampler import Sampler
+from depthmix.sample.show import (
+    DepthText,
+    Screen,
+    Shader,
+    choose_palette,
+    hide_controls,
+    summarize,
+)
+
+# what `/settings` changes, and what each of them is
+SETTINGS: Mapping[str, Callable[[str], Any]] = {
+    "max_tokens": int,
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "seed": int,
+}
+NONE = "none"
+
+HELP = """\
+/depth                 shade answers by the routed blocks that each token used, or no longer
+/settings              show the settings
+/settings NAME=VALUE   change one, for example temperature=0.5; seed=none draws a new seed each time
+/reset                 forget the conversation
+/help                  this list
+/quit                  leave, as Ctrl-D does
+//…                    a text that begins with a slash
+A \\ at the end of a line goes on in the next one. Ctrl-C stops an answer."""
+
+
+class Talk:
+    """A conversation: by the model's chat template, or as one text that the model goes on with."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        params: SamplingParams,
+        *,
+        chat: Chat | None,
+        system: str | None = None,
+        color: bool = False,
+        screen: Screen,
+    ) -> None:
+        """`system` is what a chat begins with; `color` shades answers from the start."""
+        if system is not None and chat is None:
+            raise ValueError("--system needs a chat template, and this model has none")
+        self.sampler, self.params, self.chat, self.screen = sampler, params, chat, screen
+        self.system = system
+        self.messages: list[dict[str, str]] = []
+        self.text = ""
+        """Without a template: everything so far."""
+        self.shader: Shader | None = None
+        self._reset()
+        if color:
+            self._toggle_depth()
+
+    def begin(self) -> str:
+        """What is said first."""
+        how = (
+            "Its chat template is used."
+            if self.chat is not None
+            else "It has no chat template: it goes on with your text; an empty line lets it go on."
+        )
+        return f"{how} /help lists what else there is; Ctrl-D leaves."
+
+    def command(self, line: str) -> str:
+        """Do what a line that begins with a slash says; returns what is to be told."""
+        name, _, rest = line.partition(" ")
+        match name:
+            case "/help":
+                return HELP
+            case "/reset":
+                self._reset()
+                return "the conversation is forgotten"
+            case "/depth":
+                return self._toggle_depth()
+            case "/settings":
+                return self._change(rest) if rest.strip() else self._list_settings()
+        raise ValueError(f"there is no {name}: /help lists what there is")
+
+    def answer(self, text: str, stopped: Callable[[], object] = lambda: False) -> str:
+        """Print the model's answer to a text while it comes; returns how it went, in a line.
+
+        `stopped` is asked between steps: an answer that was stopped is part of the conversation as
+        far as it got.
+        """
+        said, messages, notes = self.text + text, [*self.messages], []
+        if self.chat is not None:
+            messages.append({"role": "user", "content": text})
+            prompt, num_left_out = self._fit_messages(self.chat, messages)
+            if num_left_out:
+                notes.append(f"the first {num_left_out} messages no longer fit and are left out")
+        else:
+            prompt, num_left_out = self._fit_text(said)
+            if num_left_out:
+                notes.append(f"the first {num_left_out} tokens no longer fit and are left out")
+        ends = [] if self.chat is None else [*self.chat.stop_tokens]
+        if self.sampler.vocabulary.end_token is not None:
+            ends.append(self.sampler.vocabulary.end_token)
+        params = dataclasses.replace(self.params, stop_tokens=ends)
+        sample = self._write(prompt, params, stopped)
+        if sample.error is not None:
+            raise ValueError(f"the answer could not be decoded: {sample.error}")
+        # only now: a text that was refused has not been said
+        self.text = said + (sample.text or "")
+        self.messages = [*messages, {"role": "assistant", "content": sample.text or ""}]
+        told = summarize([sample], self.sampler.engine.stats(), self.sampler.tokens_per_second)
+        return "; ".join([told, *notes])
+
+    def _write(
+        self, prompt: list[int], params: SamplingParams, stopped: Callable[[], object]
+    ) -> Sample:
+        sampler, found = self.sampler, None
+        sampler.start_over()
+        sampler.add(prompt, params)
+        shaded, is_line_open = DepthText(), True
+
+        def show(text: str) -> None:
+            nonlocal is_line_open
+            if text:
+                # replace what a terminal's encoding does not have
+                encoding = getattr(self.screen, "encoding", None) or "utf-8"
+                self.screen.write(text.encode(encoding, "replace").decode(encoding))
+                self.screen.flush()
+                is_line_open = not text.endswith("\n")
+
+        try:
+            for events in sampler.run(stopped):
+                for event in events:
+                    found = event.result or found
+                    if self.shader is None:
+                        show(hide_controls(event.text))
+                        continue
+                    shaded.add_event(event)
+                    pieces = shaded.take() if event.result is None else shaded.finish()
+                    show("".join(map(self.shader.paint, pieces)))
+        finally:
+            # whatever went wrong, nothing goes on behind the next question
+            for request in sampler.requests:
+                sampler.engine.cancel(request)
+            if is_line_open:
+                show("\n")
+        assert found is not None
+        return found
+
+    def _fit_messages(self, chat: Chat, messages: list[dict[str, str]]) -> tuple[list[int], int]:
+        """A conversation's tokens, without its oldest messages where all are too many."""
+        import jinja2
+
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        num_left_out = 0
+        while True:
+            told = [*first, *messages[num_left_out:]]
+            try:
+                text = render_chat(chat, told, add_generation_prompt=True)
+            except jinja2.TemplateError as error:
+                raise ValueError(f"the chat template does not take this: {error}") from error
+            tokens = self.sampler.vocabulary.tokenize(text)
+            is_last = num_left_out + 1 >= len(messages)
+            if len(tokens) + (0 if is_last else self._count_reserve()) <= self._longest:
+                return tokens, num_left_out
+            if is_last:
+                raise ValueError(
+                    f"this has {len(tokens)} tokens, and the model reads {self._longest}: shorten "
+                    f"it"
+                )
+            # a question goes with its answer
+            num_left_out += 2
+
+    def _fit_text(self, text: str) -> tuple[list[int], int]:
+        """A text's tokens, without the oldest where all are too many."""
+        tokens = self.sampler.vocabulary.encode(text)
+        most = self._longest - self._count_reserve()
+        num_left_out = max(0, len(tokens) - most)
+        return tokens[num_left_out:], num_left_out
+
+    @property
+    def _longest(self) -> int:
+        return self.sampler.engine.config.max_seq_len
+
+    def _count_reserve(self) -> int:
+        """Room for an answer."""
+        return min(self.params.max_tokens, self._longest // 2)
+
+    def _reset(self) -> None:
+        self.messages, self.text = [], ""
+
+    def _toggle_depth(self) -> str:
+        if self.shader is not None:
+            self.shader = None
+            return "answers are not shaded"
+        num_blocks = len(self.sampler.engine.config.routed_layers)
+        if not num_blocks:
+            raise ValueError("depth is about routed blocks, and this model has none")
+        self.shader = Shader(num_blocks, choose_palette(self.screen))
+        return self.shader.explain()
+
+    def _list_settings(self) -> str:
+        values = ((name, getattr(self.params, name)) for name in SETTINGS)
+        return "  ".join(f"{name}={NONE if value is None else value}" for name, value in values)
+
+    def _change(self, rest: str) -> str:
+        changes: dict[str, Any] = {}
+        for part in rest.split():
+            name, _, value = part.partition("=")
+            name = name.replace("-", "_")
+            if name not in SETTINGS:
+                raise ValueError(f"there is no setting {name}: there are {', '.join(SETTINGS)}")
+            try:
+                is_none = name == "seed" and value == NONE
+                changes[name] = None if is_none else SETTINGS[name](value)
+            except ValueError:
+                raise ValueError(f"{name}={value} does not fit: it must be a number") from None
+        self.params = dataclasses.replace(self.params, **changes)
+        return self._list_settings()
