@@ -1,5 +1,6 @@
 """What every test starts from: one instruction set, fixed seeds, one thread, no GPU assumed."""
 
+import gc
 import os
 import random
 import signal
@@ -10,6 +11,9 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import numpy as np
 import pytest
 import torch
+
+# Modules and tests live until the end: a third of collecting them would be looking for garbage.
+gc.disable()
 
 try:
     import hypothesis
@@ -54,3 +58,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    # nor are they looked at again in each of the many collections that transformers asks for
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
