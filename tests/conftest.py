@@ -7,6 +7,8 @@ import signal
 
 # Before torch is imported: on some processors oneDNN's newest bf16 kernels die with SIGILL.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# the processes that tests start share the machine with other tests, as tests do
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
@@ -44,11 +46,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# `torch.manual_seed` writes down for every kind of device who asked, which takes a while
+seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    seed_torch(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
