@@ -39,7 +39,7 @@ reproduce-smoke: $(STAMP) ## a small isoFLOP comparison on the CPU, and its repo
 # The compiled and the slow ones apart, because torch.compile(fullgraph=True) fails under jaxtyping's
 # runtime checks, and they make what takes long take three times as long.
 PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
-QUICK := -m "not compile and not slow and not gpu" --jaxtyping-packages=depthmix,beartype.beartype
+QUICK := -m "not compile and not slow and not gpu" --jaxtyping-packages=depthmix,type_checks.check
 REST := -m "(compile or slow) and not gpu"
 test: $(STAMP) ## run the tests and hold the core to 95% coverage
 	$(PYTEST) $(QUICK) --cov --cov-report= $(CORE_TESTS)

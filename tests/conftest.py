@@ -1,15 +1,21 @@
 """What every test starts from: one instruction set, fixed seeds, one thread, no GPU assumed."""
 
+import gc
 import os
 import random
 import signal
 
 # Before torch is imported: on some processors oneDNN's newest bf16 kernels die with SIGILL.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# the processes that tests start share the machine with other tests, as tests do
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
 import torch
+
+# Modules and tests live until the end: a third of collecting them would be looking for garbage.
+gc.disable()
 
 try:
     import hypothesis
@@ -40,11 +46,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# `torch.manual_seed` writes down for every kind of device who asked, which takes a while
+seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    seed_torch(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,3 +64,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    # nor are they looked at again in each of the many collections that transformers asks for
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()

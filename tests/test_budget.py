@@ -23,6 +23,7 @@ def test_a_budget_of_steps_is_its_steps() -> None:
     assert count_steps(RunConfig(train=Recipe(steps=7))) == 7
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 10**6), st.integers(1, 64), st.integers(1, 64), st.data())
 def test_tokens_pay_for_whole_steps(
     num_steps: int, batch_size: int, seq_len: int, data: st.DataObject
@@ -35,6 +36,7 @@ def test_tokens_pay_for_whole_steps(
     assert count_steps(RunConfig(model=load_preset("tiny"), train=recipe)) == num_steps
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 10**4), st.integers(1, 64), st.floats(0.01, 0.99))
 def test_flops_pay_for_whole_steps(num_steps: int, batch_size: int, more: float) -> None:
     model = load_preset("tiny")
@@ -73,7 +75,7 @@ def test_less_than_a_step_is_refused() -> None:
     assert count_steps(RunConfig(model=model, train=Recipe(flops=float(per_step)))) == 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.floats(1, 500), st.floats(0, 1), st.integers(1, 9), st.floats(0.25, 1), st.integers(1, 4))
 @example(5000.0, 0.7, 9, 1.0, 3)
 def test_flops_are_kept_while_the_capacity_falls(
@@ -159,6 +161,7 @@ def test_stages_by_hand() -> None:
     assert (stage.first, stage.model) == (0, run.model)
 
 
+@settings(max_examples=40)
 @given(
     st.integers(1, 200), st.floats(0, 1), st.integers(1, 12), st.floats(0.3, 1), st.integers(1, 3)
 )

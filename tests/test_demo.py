@@ -18,7 +18,7 @@ from depthmix.demo import plan_twins, read_held_out, run_demo
 from depthmix.runs.folder import RunDir
 from tiny_runs import write_data
 
-BUDGET = 2e10
+BUDGET = 1e10
 
 
 @pytest.fixture

@@ -193,7 +193,7 @@ def draw_arguments(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(arguments=draw_arguments(), data=st.data())
-@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 def test_any_configuration_counts_what_torch_counts(
     arguments: dict[str, Any], data: st.DataObject
 ) -> None:

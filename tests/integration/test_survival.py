@@ -78,7 +78,7 @@ def assert_sound(run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("num_kills", "options"),
-    [(12, ()), (5, ("routing.strategy=stochastic", "train.optimizer=muon"))],
+    [(8, ()), (5, ("routing.strategy=stochastic", "train.optimizer=muon"))],
     ids=["expert_choice", "stochastic"],
 )
 def test_kills_change_nothing(

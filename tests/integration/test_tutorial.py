@@ -11,12 +11,32 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+# Before the first cell: `python -m depthmix` runs in the notebook's own process, as a dozen of them
+# would spend most of their time loading torch.
+PRELUDE = """
+import contextlib, io, subprocess, sys
+from depthmix.cli import main
+
+start_process = subprocess.run
+
+def run(command, **options):
+    if command[:3] != [sys.executable, "-m", "depthmix"]:
+        return start_process(command, **options)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(command[3:])
+    return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
+
+subprocess.run = run
+"""
+
+
 @pytest.mark.slow
 def test_the_tutorial_runs(tmp_path: Path) -> None:
     notebook = json.loads((ROOT / "docs" / "tutorial.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
     script = tmp_path / "tutorial.py"
-    script.write_text("\n\n".join(cells), encoding="utf-8")
+    script.write_text("\n\n".join([PRELUDE, *cells]), encoding="utf-8")
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, script.name],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthmix import flops
@@ -154,6 +154,7 @@ def test_runs_are_named_by_budget_variant_size_and_seed(tree: dict[str, Any]) ->
     assert runs[1].config.model.routed_layers == (1,)
 
 
+@settings(max_examples=30)
 @given(budget=st.floats(3e8, 1e13), width=st.sampled_from([16, 32, 64]), batch=st.integers(1, 4))
 def test_steps_spend_the_budget(budget: float, width: int, batch: int) -> None:
     tree = {**TREE, "budgets": [budget], "sizes": [{"width": width, "num_layers": 2}]}

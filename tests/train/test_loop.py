@@ -19,7 +19,7 @@ from depthmix.checkpoint import folder as disk
 from depthmix.config import RunConfig, load_preset
 from depthmix.data.shards import Corpus
 from depthmix.runs.folder import RunDir
-from depthmix.train import loop
+from depthmix.train import loop, parallel
 from depthmix.train.log import SilentLogger
 from depthmix.train.loop import Ending, Trainer
 from depthmix.train.meter import Meter
@@ -469,7 +469,12 @@ def test_what_is_compiled(
 
 
 @pytest.mark.compile
-def test_compiled_blocks_learn_the_same(data: Path, tmp_path: Path) -> None:
+def test_compiled_blocks_learn_the_same(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # all of compiling but the kernels, of which training and a validation by two rules need dozens
+    traced = partial(parallel.compile_layers, backend="aot_eager")
+    monkeypatch.setattr(parallel, "compile_layers", traced)
     torch._dynamo.reset()
     for name, recipe in (("eager", {}), ("blocks", {"compile": True, "compile_blocks": True})):
         train(make_trainer(make_run(steps=3, log_every=1, **recipe), data, tmp_path / name))

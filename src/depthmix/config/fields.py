@@ -49,14 +49,20 @@ class Bounds:
         low, high = max(self.above, self.least), min(self.most, self.below)
         first, last = "[" if self.least == low else "(", "]" if self.most == high else ")"
         if -math.inf < low and high < math.inf:
-            closed = first + last == "[]"
-            return (
-                f"lie between {low} and {high}" if closed else f"lie in {first}{low}, {high}{last}"
-            )
+            if first + last == "[]":
+                return f"lie between {low} and {high}"
+            return f"lie in {first}{_write_limit(low)}, {_write_limit(high)}{last}"
         if high < math.inf:
             return f"not be more than {high}" if last == "]" else f"be less than {high}"
         limit = f"greater than {low}" if first == "(" else f"at least {low}" if low else "0 or more"
         return f"be {limit}" if finite else f"be a finite number, {limit}"
+
+
+def _write_limit(limit: int | float) -> str:
+    """As a power of two where the digits would tell less."""
+    power = int(abs(limit)).bit_length() - 1
+    sign = "-" if limit < 0 else ""
+    return f"{sign}2^{power}" if power >= 32 and abs(limit) == 1 << power else str(limit)
 
 
 class Choices(NamedTuple):
@@ -92,6 +98,15 @@ def coerce(config: Any, prefix: str = "") -> None:
     for name, declared in field_types(type(config)).items():
         value = _convert(declared, getattr(config, name), prefix + name)
         object.__setattr__(config, name, value)
+
+
+def check_bounds(config: Any) -> None:
+    """Refuse a number out of the bounds beside its field; types are not looked at or changed."""
+    for name, declared in field_types(type(config)).items():
+        value = getattr(config, name)
+        if value is not None:
+            for option in _list_options(declared):
+                _check(option, value, name)
 
 
 def override(config: C, overrides: Mapping[str, Any]) -> C:
@@ -266,7 +281,7 @@ def _convert(declared: Any, value: Any, name: str) -> Any:
         if not isinstance(value, Mapping):
             raise ValueError(f"{name} is a section of fields, not a value: set {name}.FIELD=…")
         return build(declared, value, f"{name}.")
-    options = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+    options = _list_options(declared)
     for option in options:
         converted = _convert_to(option, value)
         if converted is not _NO:
@@ -274,6 +289,12 @@ def _convert(declared: Any, value: Any, name: str) -> Any:
             return converted
     fits = " or ".join(_describe(option) for option in options)
     raise ValueError(f"{name} = {value!r} does not fit: it must be {fits}")
+
+
+@cache
+def _list_options(declared: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    return get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
 
 
 def _check(option: Any, value: Any, name: str) -> None:

@@ -4,15 +4,16 @@ Owns `SamplingParams` and the pure function from logits to tokens. Knows nothing
 rest of the batch, or the origin of the logits.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from depthmix.config.fields import Bounds, Count, NotNegative, check_bounds
 
 # `float` alone rejects 0 and 1 where types are checked at run time
 Number = float | int
@@ -22,7 +23,6 @@ _GOLDEN, _FIRST, _SECOND = (
     bits - (1 << 64) for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 _LARGEST = torch.finfo(torch.float32).max
-_INT64 = 1 << 63
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,37 +33,41 @@ class SamplingParams:
     ('end',)
     """
 
-    max_tokens: int = 128
+    max_tokens: Count = 128
     """Maximum number of tokens to generate."""
-    temperature: Number = 1.0
+    temperature: Annotated[Number, Bounds(least=0)] = 1.0
     """Divisor of the logits; 0 always takes the most probable token."""
-    top_k: int = 0
+    # the filters compare with int64
+    top_k: Annotated[int, Bounds(least=0, below=1 << 63, hint="0 means all tokens")] = 0
     """Draw from this many most probable tokens; 0 means all."""
-    top_p: Number = 1.0
+    top_p: Annotated[Number, Bounds(above=0, most=1, hint="1 means all tokens")] = 1.0
     """Draw from the fewest tokens whose total probability reaches this, in (0, 1]; 1 means all."""
-    min_p: Number = 0.0
+    min_p: Annotated[Number, Bounds(least=0, most=1, hint="0 means all tokens")] = 0.0
     """Draw from tokens at least this fraction as probable as the best one; 0 means all."""
-    repetition_penalty: Number = 1.0
+    repetition_penalty: Annotated[Number, Bounds(above=0, hint="1 changes nothing")] = 1.0
     """Divides positive logits and multiplies negative ones, for tokens in the prompt or in the
     output so far; 1 changes nothing."""
-    stop_tokens: Sequence[int] = ()
+    stop_tokens: Sequence[NotNegative[int]] = ()
     """Token ids that end a sample."""
     stop: Sequence[str] = ()
     """Strings that end a sample; its text ends before them."""
-    logprobs: int | None = None
+    logprobs: NotNegative[int] | None = None
     """Number of alternatives whose log-probabilities are returned with the chosen token's; 0
     returns the chosen token's only, None returns nothing."""
-    n: int = 1
+    n: Count = 1
     """Number of samples."""
-    seed: int | None = None
+    seed: Annotated[int, Bounds(least=-(1 << 63), below=1 << 63)] | None = None
     """Seed of the random numbers; None lets the engine choose."""
 
     def __post_init__(self) -> None:
-        problem = next(_find_problems(self), None)
+        problem = next(_find_misfits(self), None)
         if problem is not None:
             raise ValueError(problem)
         for name in ("stop_tokens", "stop"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_bounds(self)
+        if "" in self.stop:
+            raise ValueError("stop must not contain an empty string, which every text begins with")
 
     @property
     def filters(self) -> bool:
@@ -239,8 +243,8 @@ def _shift_right(x: Tensor, count: int) -> Tensor:
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 
-def _find_problems(params: SamplingParams) -> Iterator[str]:
-    """Yield a sentence for everything wrong with the parameters; types first."""
+def _find_misfits(params: SamplingParams) -> Iterator[str]:
+    """Yield a sentence for every value of a wrong type; nothing is converted."""
     whole, number = "a whole number", "a number"
     for name in ("max_tokens", "top_k", "n"):
         yield from _misfit(name, getattr(params, name), int, whole)
@@ -254,30 +258,6 @@ def _find_problems(params: SamplingParams) -> Iterator[str]:
         yield from _misfit(name, value, list | tuple, f"a list of {items}")
         for item in value:
             yield from _misfit(name, item, kind, f"a list of {items}")
-    for name in ("max_tokens", "n"):
-        if getattr(params, name) < 1:
-            yield f"{name} = {getattr(params, name)} must be at least 1"
-    for name in ("temperature", "top_k", "logprobs"):
-        if not 0 <= (getattr(params, name) or 0) < math.inf:
-            yield f"{name} = {getattr(params, name)} must be 0 or more"
-    # the filters compare with int64
-    if params.top_k >= _INT64:
-        yield f"top_k = {params.top_k} must be below 2^63: 0 means all tokens"
-    if not 0 < params.top_p <= 1:
-        yield f"top_p = {params.top_p} must lie in (0, 1]: 1 means all tokens"
-    if not 0 <= params.min_p <= 1:
-        yield f"min_p = {params.min_p} must lie in [0, 1]: 0 means all tokens"
-    if not 0 < params.repetition_penalty < math.inf:
-        yield (
-            f"repetition_penalty = {params.repetition_penalty} must be a positive number: 1 "
-            f"changes nothing"
-        )
-    if any(token < 0 for token in params.stop_tokens):
-        yield f"stop_tokens = {list(params.stop_tokens)} must be token ids, 0 or more"
-    if "" in params.stop:
-        yield "stop must not contain an empty string, which every text begins with"
-    if params.seed is not None and not -_INT64 <= params.seed < _INT64:
-        yield f"seed = {params.seed} must fit in 64 bits: from -2^63 to 2^63 - 1"
 
 
 def _misfit(name: str, value: Any, kind: Any, meant: str) -> Iterator[str]:

@@ -228,7 +228,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_rounds_of_a_step_change_nothing(sizes: dict[str, Any], rounds: list[int]) -> None:
     """Settings, stop tokens and depth: as with one round, which the other runner always has."""
     model, other = make("mod", **sizes), make("mod", **sizes).cpu()
-    wishes = [{"max_tokens": 12, "seed": 7} | SETTINGS[n] for n in (1, 4, 5)]
+    wishes: list[dict[str, Any]] = [{"max_tokens": 12, "seed": 7} | SETTINGS[n] for n in (1, 4, 5)]
     # one that a stop token ends in the middle of a step
     options = {"invariant": True, "record": False}
     first = make_engine(other, **options).generate(PROMPTS[:1], SamplingParams(**wishes[0]))
