@@ -10,7 +10,7 @@ many tokens a sequence has, but not which ones, and nothing about the model.
 
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class Plan:
     start: np.ndarray
     count: np.ndarray
     samples: np.ndarray
-    rounds: int = 1
+    rounds: int = field(default=1, kw_only=True)
     """How often the step is computed, each time for the tokens drawn the time before. More than
     once only if every chunk decodes: the host then has less to do for each token."""
 
@@ -319,13 +319,19 @@ class Scheduler:
         if last is None or not self._was_started or not self._num_repeats:
             return None
         rounds = min(most_rounds, self._num_repeats)
-        short = last.row[self.pages.room[last.row] < rounds]
-        if len(short) and not self.pages.reserve_all(short, rounds):
-            return None
+        while not self._make_room(last.row, rounds):
+            if rounds == 1:
+                return None
+            rounds //= 2
         self._num_repeats, self._was_started = self._num_repeats - rounds, False
         # the same column objects, so that a caller who knows them need not read them again
         start = last.start + last.rounds
-        return Plan(last.key, last.row, start, last.count, last.samples, rounds)
+        return Plan(last.key, last.row, start, last.count, last.samples, rounds=rounds)
+
+    def _make_room(self, rows: np.ndarray, num_tokens: int) -> bool:
+        """Reserve room for so many tokens in each of these rows, or in none."""
+        short = rows[self.pages.room[rows] < num_tokens]
+        return not len(short) or self.pages.reserve_all(short, num_tokens)
 
     def _reserve_next(self, decoding: np.ndarray) -> np.ndarray:
         """Reserve room for the next token of these rows, oldest first; return those that got it."""

@@ -7,6 +7,7 @@ CUDA builds of torch bring along.
 import ctypes
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -42,8 +43,7 @@ def compile_kernel(
 
     Its programs are launched together or not at all, so that they can wait for each other.
     """
-    from cuda.bindings import driver
-
+    driver = import_module("cuda.bindings.driver")
     major, minor = torch.cuda.get_device_capability(device)
     binary = _compile(source, name, defines, f"sm_{major}{minor}")
     with torch.cuda.device(device):
@@ -70,9 +70,10 @@ def compile_kernel(
     return launch
 
 
-def _compile(source: str, name: str, defines: tuple[tuple[str, int | str], ...], arch: str) -> bytes:
-    from cuda.bindings import nvrtc
-
+def _compile(
+    source: str, name: str, defines: tuple[tuple[str, int | str], ...], arch: str
+) -> bytes:
+    nvrtc = import_module("cuda.bindings.nvrtc")
     program = _check(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []))
     options = ["--std=c++17", f"--gpu-architecture={arch}"]
     options += [f"--define-macro={key}={value}" for key, value in defines]

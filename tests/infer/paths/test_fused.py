@@ -253,7 +253,7 @@ def test_rounds_of_a_step_change_nothing(sizes: dict[str, Any], rounds: list[int
     assert_free(engine)
 
 
-@pytest.mark.parametrize("num_layers", [1, pytest.param(4, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("num_layers", [1, 4])
 def test_rounds_in_a_small_cache(num_layers: int, rounds: list[int]) -> None:
     """Sequences give way, are cancelled and are added between steps of several rounds."""
     model = make("dense", num_layers=num_layers)

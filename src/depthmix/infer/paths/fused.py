@@ -335,7 +335,7 @@ class FusedRunner:
         if group is None or group.row is not plan.row:
             group = self._group = self._find_group(plan, tracks)
         if group.order is not None:
-            plan = Plan(*(column[group.order] for column in plan.columns), plan.rounds)
+            plan = Plan(*(column[group.order] for column in plan.columns), rounds=plan.rounds)
             tracks = [tracks[number] for number in group.order.tolist()]
         step = group.step
         stage = step.take_turn()

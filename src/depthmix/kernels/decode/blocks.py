@@ -19,7 +19,7 @@ from torch import Tensor
 from depthmix.kernels.decode import chunks, places
 from depthmix.kernels.decode.plan import Rules, Weights, check_model
 from depthmix.kernels.decode.routed import BLOCK_ROWS, FewRows, Places
-from depthmix.kernels.decode.stream import Stream, find_obstacle
+from depthmix.kernels.decode.stream import StreamedBlocks, find_obstacle
 
 # Tokens of a step, or places that a routed block will have in it, up to which products of few rows
 # are faster: these take 16 at a time, and a block may have more than its share.
@@ -90,7 +90,7 @@ class Blocks:
         self.few = FewRows(weights, rules, min(most_tokens, max(256, most_sampled)))
         self.stream, self.most_streamed = None, 0
         if find_obstacle(weights, rules, pools.key) is None:
-            self.stream = Stream(weights, rules, *pools)
+            self.stream = StreamedBlocks(weights, rules, *pools)
             self.most_streamed = MOST_STREAMED[bool(rules.routed_layers)]
 
         def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:

@@ -36,9 +36,7 @@ _POINTERS = (
     *("qkv", "mixed", "stream", "hidden", "foreseen", "part_top", "part_sum", "part_out"),
     *("arrivals", "counters"),
 )
-_NUMBERS = (
-    *("num_tokens", "num_rows", "max_pages", "logits_stride", "first_tokens", "ahead"),
-)
+_NUMBERS = (*("num_tokens", "num_rows", "max_pages", "logits_stride", "first_tokens", "ahead"),)
 
 
 class Task(ctypes.Structure):
@@ -72,7 +70,7 @@ def find_obstacle(
     return nvrtc.find_obstacle(weights.embedding.device)
 
 
-class Stream:
+class StreamedBlocks:
     """Runs blocks of up to sixteen tokens at a time over one cache; suitable for capture.
 
     Launches must not overlap. All tokens belong to different rows.
@@ -131,8 +129,8 @@ class Stream:
             "GATE": GATES.index(rules.gate),
             "OWN_ROWS": own_rows,
             "NUM_LAYERS": num_layers,
-            "ROUTE_OF_LAYER": ",".join(map(str, routes)),
         }
+        self.route_of_layer = ",".join(map(str, routes))
         most = SIZES[-1]
 
         def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -185,7 +183,7 @@ class Stream:
         num_sampled: Int[Tensor, " 1"],
         taken: Int[Tensor, "R T"],
     ) -> Float[Tensor, "S V"]:
-        """All blocks and the head for up to sixteen tokens; `x` is replaced by what they make of it.
+        """All blocks and the head for up to sixteen tokens, whose `x` is replaced.
 
         Rows of -1 hold no token. Adds to the cache and its lengths.
         """
@@ -215,7 +213,14 @@ class Stream:
         rest = count_shared_bytes(defines, self.num_queries)
         num_parts = (find_room(self.device) - rest) // (PART_BYTES + 16)
         return compile_stream(
-            {**defines, "PARTS": num_parts, "NUM_WARPS": WARPS}, self.device, rest + num_parts * (PART_BYTES + 16)
+            {
+                **defines,
+                "PARTS": num_parts,
+                "NUM_WARPS": WARPS,
+                "ROUTE_OF_LAYER": self.route_of_layer,
+            },
+            self.device,
+            rest + num_parts * (PART_BYTES + 16),
         )
 
 
@@ -224,7 +229,7 @@ def count_programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def count_shared_bytes(defines: dict[str, int | str], num_queries: int) -> int:
+def count_shared_bytes(defines: dict[str, int], num_queries: int) -> int:
     """Bytes that a program shares beside the parts of its ring, or a few more."""
     tokens = defines["TOKENS"]
     shares = 32 * WARPS // (TILE_ROWS * tokens)
