@@ -302,7 +302,7 @@ class Service:
         )
 
     def _count(self, path: str, outcome: str) -> None:
-        # a path that somebody made up is no label: there would be no end of them
+        # an unknown path does not become a label: a client could make up any number of them
         self.metrics.requests.labels(path if path in self._endpoints else "other", outcome).inc()
 
     async def _answer_problem(self, request: Request, error: Exception) -> Response:
