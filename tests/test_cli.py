@@ -52,7 +52,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert headings == ["Options", *SECTIONS]
     # no line is cut
     assert "..." not in helped.split("Options:")[1]
-    # without arguments it says the same, and that is no mistake
+    # without arguments it says the same, and that is not an error
     assert main([]) == 0
     assert capsys.readouterr().out == helped
 
@@ -129,7 +129,7 @@ def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["describe", "tiny", "--routing.capacty", "1"], "Did you mean 'routing.capacity'?"),
         (["describe", "tiny", "--seqlen=3"], "Did you mean '--seq-len'?"),
         (["describe", "tiny", "-x"], "there is no option '-x'"),
-        (["demo", "--flops", "0"], "train.flops = 0.0 must be greater than 0"),
+        (["demo", "--flops", "0"], "--flops 0.0 must be greater than 0"),
         (["demo", "--preset", "tiny-dense"], "has no routed block to compare"),
         (["presets", "more"], "unexpected extra argument"),
         (["describ"], "No such command 'describ'"),
@@ -279,7 +279,7 @@ def test_from_text_to_a_finished_run(here: Path, capsys: pytest.CaptureFixture[s
     assert re.fullmatch(r"tiny-\d{8}-\d{6}", run.name)
     printed, errors = capsys.readouterr()
     assert errors == ""
-    # plain lines where nobody watches
+    # plain lines where there is no terminal
     assert "\x1b" not in printed
     assert re.search(rf"^{run.name}  step 4/4  loss \d", printed, re.MULTILINE)
     assert printed.splitlines()[-1].startswith("finished, validation loss ")
@@ -392,6 +392,7 @@ def test_a_configuration_trains_again(
         ("train --device gpu", "--device gpu is neither cpu nor cuda"),
         ("train --device mps", "nothing has been tested on Apple's GPUs: use --device cpu"),
         ("demo --device mps", "nothing has been tested on Apple's GPUs: use --device cpu"),
+        ("view trace.json --device mps", "nothing has been tested on Apple's GPUs: use --device"),
         ("train --data none", "there is no data folder none: make one with `depthmix prepare"),
         ("train --data empty", "empty is not a data folder (it has no manifest.json)"),
         ("train --data file", "file is not a data folder"),

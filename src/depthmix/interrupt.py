@@ -25,7 +25,7 @@ class Interrupt:
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The first signal, None as long as nobody wants to stop."""
+        """The first signal, None until one arrives."""
         return self.signals[0] if self.signals else None
 
     @property

@@ -1,4 +1,4 @@
-"""`generate()` in all its ways writes what it writes without a cache."""
+"""Every mode of `generate()` matches generation without a cache."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Padding is nobody: it is not seen, not routed, takes no place, and may be a whole row."""
+"""Padding does not count: it is not seen, not routed, takes no place, and may be a whole row."""
 
 import pytest
 import torch

@@ -20,7 +20,7 @@ ROUTED = [name for name in NAMES if make_config(name).routed_layers]
 
 
 class Recorder(nn.Module):
-    """A block that is no block: remembers what it was given and returns twice its input."""
+    """Stands in for a block: remembers what it was given and returns twice its input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -104,7 +104,7 @@ def test_always_skipping_has_no_recall() -> None:
     targets = [[1] + [0] * 7]
     found = score([[-5.0] * 8], targets)
     assert [found.precision.item(), found.recall.item(), found.routed_fraction.item()] == [0, 0, 0]
-    # with nobody there, nothing is divided by zero
+    # without any token, nothing is divided by zero
     empty = score([[-5.0] * 8], targets, [[0] * 8])
     assert [value.item() for value in empty] == [0, 0, 0, 0]
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli.arguments import Data, Device, app, check_device
+from depthmix.cli.arguments import Data, Device, app, check_device, name_flags
 
 
 @app.command()
@@ -31,5 +31,7 @@ def demo(
     from depthmix.demo import run_demo
 
     options = {"flops": flops, "data": data, "out": out, "device": device}
-    if run_demo(Console(), preset=preset, **options) is None:
+    with name_flags("flops", prefix="train."):
+        runs = run_demo(Console(), preset=preset, **options)
+    if runs is None:
         raise typer.Exit(130)

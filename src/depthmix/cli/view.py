@@ -13,6 +13,7 @@ from depthmix.cli.arguments import (
     PlainCommand,
     TokenizerPlace,
     app,
+    check_device,
     check_out,
     trace_text,
 )
@@ -59,6 +60,7 @@ def view(
       depthmix view trace.json
       depthmix view runs/demo-20261115-142233 --text README.md --out readme.html
     """
+    check_device(device)
     from depthmix.files import replace_file
     from depthmix.report.traces import read_trace, tell_trace
     from depthmix.report.view import write_page

@@ -72,7 +72,7 @@ class Decider(nn.Module):
                 topk = rules.expert_choice(scores_BT, self.capacity, candidates)
             target_BT = topk.slot >= 0
         if kept.index.shape[1] == 0:
-            # nobody: not even the way in
+            # no token was kept: skip the gather too
             x_BKD, weight_BK, place_BK = x[:, :0], logits_BT[:, :0], place.cut(0)
         elif kept.valid is None and kept.index.shape == logits_BT.shape:
             # everybody: there is nothing to move

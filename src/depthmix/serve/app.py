@@ -273,7 +273,7 @@ class Service:
         # what never came to a model is counted with the default one
         lane = getattr(request.state, "lane", self.default)
         path = request.url.path
-        # a path that somebody made up is no label: there would be no end of them
+        # an unknown path does not become a label: a client could make up any number of them
         known = path if path in self._endpoints else "other"
         lane.worker.metrics.requests.labels(known, outcome).inc()
 

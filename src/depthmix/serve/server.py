@@ -120,7 +120,7 @@ class DrainingServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn does, but without raising them again: to be stopped is no failure."""
+        """As uvicorn does, but without raising them again: being stopped is not a failure."""
         before: dict[int, Any] = {}
         # only the main thread has signals
         with suppress(ValueError):
@@ -243,7 +243,7 @@ def make_server(app: Any, workers: Sequence[Worker], limits: Limits) -> Draining
         ws="none",
         loop="asyncio",
         log_level="warning",
-        # prompts are nobody's business, and addresses are not either
+        # neither prompts nor addresses are logged
         access_log=False,
         server_header=False,
         proxy_headers=False,
