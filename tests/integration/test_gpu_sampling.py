@@ -7,6 +7,7 @@ nothing can be installed.
 import gc
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,25 @@ def test_sixteen_samples_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
         told.append([line for line in capsys.readouterr().out.splitlines() if line[:1] == "{"])
     assert len(told[0]) == 16
     assert len(told[1]) == 16
+
+
+def test_engines_in_threads_of_their_own_do_not_disturb_each_other() -> None:
+    """Each records steps while the other one decodes, one row or several."""
+    models = [make(name).bfloat16() for name in ("mod", "dense")]
+    sizes = [(9,), (30, 13, 7), (4, 5), (1,), (6, 2, 8, 3, 5, 7)]
+
+    def generate(engine: Engine) -> list[tuple[int, ...]]:
+        found: list[tuple[int, ...]] = []
+        for lengths in sizes:
+            prompts = draw_prompts(engine.model, lengths)
+            found += list_tokens(engine.generate(prompts, SamplingParams(max_tokens=24, seed=1)))
+        return found
+
+    expected = [generate(Engine(model)) for model in models]
+    for _ in range(3):
+        engines = [Engine(model) for model in models]
+        with ThreadPoolExecutor(len(engines)) as threads:
+            assert list(threads.map(generate, engines)) == expected
 
 
 def test_requests_that_are_computed_apart_do_not_disturb_each_other() -> None:

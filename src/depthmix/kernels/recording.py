@@ -4,6 +4,7 @@ Knows nothing of what the work is.
 """
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,6 +14,11 @@ import torch
 
 Result = TypeVar("Result")
 WARMUP_RUNS = 3
+
+turns = threading.RLock()
+"""Held while work is recorded or launched, where threads have engines of their own: captures share
+a stream, and kernels whose programs wait for each other must not meet others of their kind on two
+streams, or none would have all its programs running."""
 
 
 @contextmanager
@@ -41,20 +47,21 @@ def record_graph(
     a `pool` share memory for intermediate results, so they must not run concurrently, nor leave
     results in it.
     """
-    side = _find_stream(torch.cuda.current_device())
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(num_runs):
-            work()
-            if restore is not None:
-                restore()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    # other threads may use the device during the capture
-    capture = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
-    with _without_collections(), capture:
-        result = work()
-    return graph, result
+    with turns:
+        side = _find_stream(torch.cuda.current_device())
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(num_runs):
+                work()
+                if restore is not None:
+                    restore()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # other threads may use the device during the capture
+        capture = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+        with _without_collections(), capture:
+            result = work()
+        return graph, result
 
 
 @cache

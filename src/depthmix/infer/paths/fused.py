@@ -29,7 +29,7 @@ from depthmix.kernels.compiling import compile_ahead
 from depthmix.kernels.decode.blocks import Blocks, Pools, Tokens
 from depthmix.kernels.decode.draw import Drawer, DrawState
 from depthmix.kernels.decode.step import DecodeStep
-from depthmix.kernels.recording import record_graph
+from depthmix.kernels.recording import record_graph, turns
 from depthmix.nn import Transformer
 
 # steps that may be under way, staging memory of the host for each, and the most rounds of a step
@@ -314,7 +314,7 @@ class FusedRunner:
 
     def launch(self, plan: Plan, tracks: Sequence[Track]) -> Flight:
         """Start a step with these chunks; nothing of it is waited for."""
-        with self._on_device():
+        with self._on_device(), turns:
             if not self.apart:
                 return self._launch(plan, tracks)
             each = zip(plan, tracks, strict=True)
