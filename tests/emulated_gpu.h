@@ -168,7 +168,7 @@ inline void multiply_small(float (&sum)[4], unsigned a0, unsigned a1, unsigned a
       const unsigned* left = warp.words[row % 8 * 4 + k % 8 / 2];
       const unsigned* right = warp.words[column * 4 + k % 8 / 2];
       const unsigned a = left[row / 8 + k / 8 * 2], b = right[4 + k / 8];
-      sum[number] += (k % 2 ? widen_high(a) : widen_low(a)) * (k % 2 ? widen_high(b) : widen_low(b));
+      sum[number] += k % 2 ? widen_high(a) * widen_high(b) : widen_low(a) * widen_low(b);
     }
   }
   emulated::meet_warp();
@@ -268,5 +268,6 @@ inline void copy_row(void* to, const void* from, unsigned num_bytes, Gate* gate,
   if (reinterpret_cast<size_t>(to) % 16 || reinterpret_cast<size_t>(from) % 16 || num_bytes % 16)
     abort();
   memset(to, 0xff, num_bytes);
-  emulated::copies.push_back({static_cast<char*>(to), static_cast<const char*>(from), num_bytes, gate});
+  emulated::copies.push_back(
+      {static_cast<char*>(to), static_cast<const char*>(from), num_bytes, gate});
 }

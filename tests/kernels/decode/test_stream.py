@@ -62,7 +62,7 @@ def run(name: str, selector: str | None, most: int, num_steps: int, **overrides:
     assert bench.blocks.stream is not None
     bench.blocks.most_streamed = most
     for number in range(num_steps):
-        num_rows = min(number + 1, most - 1) if most < 8 else most - number
+        num_rows = min(number + 1, most - 1 or 1) if most < 8 else most - number
         bench.step([Part(row, 1) for row in range(num_rows)], [], Room(most, most, 0))
     return bench
 
@@ -100,6 +100,16 @@ def test_few_rows(name: str, selector: str | None, overrides: dict[str, Any]) ->
 def test_many_rows(most: int) -> None:
     """More than may be expected to skip a block; sixteen have a kernel of their own."""
     run("mod", "predictor", most, 4, **{**SMALL, "num_layers": 2}).compare(0.01)
+
+
+def test_contexts_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several programs attend to one head's context, and the last one joins their parts."""
+    monkeypatch.setattr(stream, "SPAN", 2)
+    heads = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_width": 32}
+    bench = run("mod", "all", 1, 36, **{**SMALL, **heads})
+    # a part has a span for each warp, or fewer in the last one
+    assert bench.done[0] > 2 * stream.SPAN * stream.WARPS
+    bench.compare(0.01)
 
 
 def test_a_step_without_rows_changes_nothing() -> None:

@@ -28,7 +28,6 @@ constexpr int SETS = SHARING / QUERIES;
 constexpr int UNITS_EACH = NUM_KV_HEADS * SETS;  // units of attention of a token
 constexpr int LANES = HEAD_WIDTH / 8;            // that hold a head, eight elements each
 constexpr int ABREAST = 32 / LANES;              // keys that a warp reads at a time
-constexpr int SPAN = 128 / WARPS;                // tokens of a context that a warp takes
 constexpr int TURNS = SPAN / ABREAST > 0 ? SPAN / ABREAST : 1;
 
 // index of each block among routed blocks, or -1
@@ -206,7 +205,8 @@ struct Copier {
   }
 
   __device__ void copy_units(const Task& task, int route) {
-    if (ASKS_PREDICTOR) copy<WIDTH, false>(task.predictor_in + 1LL * route * NUM_UNITS * WIDTH, NUM_UNITS);
+    const number_t* matrix = task.predictor_in + 1LL * route * NUM_UNITS * WIDTH;
+    if (ASKS_PREDICTOR) copy<WIDTH, false>(matrix, NUM_UNITS);
   }
   __device__ void copy_qkv(const Task& task, int layer) {
     copy<WIDTH, false>(task.w_qkv + 1LL * layer * PROJECTED * WIDTH, PROJECTED);
@@ -372,7 +372,8 @@ struct Worker {
       for (int half = 0; half < HALVES; half++) {
         const int column = find_column(piece, half);
         words[half][group] = {0, 0, 0, 0};
-        if (there && column < columns) words[half][group] = load_words(source + place * columns + column);
+        if (there && column < columns)
+          words[half][group] = load_words(source + place * columns + column);
       }
     }
   }
@@ -504,18 +505,14 @@ struct Worker {
     const int number = thread / SHARES;
     found.token = number / ROWS, found.place = number % ROWS;
     found.total = 0.0f;
+    const float* from = tile + found.token * TOKEN_SUMS + found.place;
 #pragma unroll
     for (int other = 0; other < WARPS; other += SHARES)
-      found.total += tile[(other + thread % SHARES) * WARP_SUMS + found.token * TOKEN_SUMS + found.place];
-    found.total = add_shares(found.total);
+      found.total += from[(other + thread % SHARES) * WARP_SUMS];
+#pragma unroll
+    for (int other = 1; other < SHARES; other *= 2) found.total += shuffle(found.total, other);
     found.partner = shuffle(found.total, SHARES);
     return found;
-  }
-
-  __device__ __forceinline__ float add_shares(float value) {
-#pragma unroll
-    for (int other = 1; other < SHARES; other *= 2) value += shuffle(value, other);
-    return value;
   }
 
   // --- the stages of a block ---------------------------------------------------------------------
@@ -567,7 +564,8 @@ struct Worker {
             multiply_piece(given[piece], columns - piece * PIECE, sum);
         const Sum found = add_up(sum, is_paired);
         // a thread always has the same token
-        if (at == first && stage != OUT) inverse = invert(found.token, is_ask ? ROUTER_EPS : task.norm_eps);
+        if (at == first && stage != OUT)
+          inverse = invert(found.token, is_ask ? ROUTER_EPS : task.norm_eps);
         const int row = at + (is_paired ? found.place / 2 : found.place);
         if (thread % SHARES == 0 && row < end && !(is_paired && found.place % 2))
           finish(is_ask ? -1 : stage, path, row, found, inverse, target);
@@ -595,8 +593,8 @@ struct Worker {
       shared->mixed[token][row - first_own] = found.total;
       task.stream[token * WIDTH + row] = narrow(shared->x[token][row - first_own] + found.total);
     } else if (stage == IN) {
-      const float active = IS_SWIGLU ? total / (1.0f + __expf(-total)) * (found.partner * inverse) : gelu(total);
-      task.hidden[token * MLP_WIDTH + row] = narrow(active);
+      const float gated = total / (1.0f + __expf(-total)) * (found.partner * inverse);
+      task.hidden[token * MLP_WIDTH + row] = narrow(IS_SWIGLU ? gated : gelu(total));
     } else if (stage == HEAD) {
       task.logits[1LL * token * task.logits_stride + row] = total;
     } else {
@@ -655,8 +653,8 @@ struct Worker {
   // --- attention ---------------------------------------------------------------------------------
 
   // a head of the token, normalised and turned: eight elements for each lane
-  __device__ __forceinline__ void turn_head(float (&head)[8], const float* from, const number_t* norm,
-                            const float* phase) {
+  __device__ __forceinline__ void turn_head(float (&head)[8], const float* from,
+                                            const number_t* norm, const float* phase) {
     const int first = lane % LANES * 8;
     load_slice(head, from + first);
     if (norm) {
@@ -702,8 +700,8 @@ struct Worker {
   }
 
   // A unit of attention is a token and heads that share keys and values. Its context is cut into
-  // spans, and these into parts, the more the longer it is: a program has one part, or some if
-  // there are more units than programs.
+  // spans of SPAN tokens, one for a warp at a time, and these into parts, the more the longer it
+  // is: a program has one part, or some if there are more units than programs.
   __device__ __forceinline__ void attend(int layer, unsigned mask) {
     Item item = shared->items[layer];
     if (mask != shared->all) item = find_item(layer, mask, blockIdx.x);
@@ -759,7 +757,8 @@ struct Worker {
   __device__ __forceinline__ void attend_part(int layer, const Item& item) {
     const int length = item.length, from = item.from, to = item.to;
     const int kv_head = item.unit / SETS, slice = lane % LANES * 8, which = lane / LANES;
-    const int* table = task.tables + (layer * task.num_rows + shared->row[item.token]) * task.max_pages;
+    const int row = layer * task.num_rows + shared->row[item.token];
+    const int* table = task.tables + row * task.max_pages;
     float query[QUERIES][8], top[QUERIES], sum[QUERIES], mix[QUERIES][8];
 #pragma unroll 1
     for (int span = from + warp;; span += WARPS) {
@@ -854,7 +853,10 @@ struct Worker {
     for (int q = 0; q < QUERIES; q++) {
       turn_head(query[q], qkv + (query_head + q) * HEAD_WIDTH, norm, phase);
 #pragma unroll
-      for (int i = 0; i < 8; i++) query[q][i] *= rsqrtf(static_cast<float>(HEAD_WIDTH)), mix[q][i] = 0.0f;
+      for (int i = 0; i < 8; i++) {
+        query[q][i] *= rsqrtf(static_cast<float>(HEAD_WIDTH));
+        mix[q][i] = 0.0f;
+      }
       top[q] = LOWEST;
       sum[q] = 0.0f;
     }
@@ -938,7 +940,8 @@ struct Worker {
       for (int other = first; other < first + num_parts; other++) {
         const float other_top = load_fresh(task.part_top + other * QUERIES + q);
         const float other_whole = load_fresh(task.part_sum + other * QUERIES + q);
-        const float other_mix = load_fresh(task.part_out + (other * QUERIES + q) * HEAD_WIDTH + element);
+        const float* out = task.part_out + (other * QUERIES + q) * HEAD_WIDTH;
+        const float other_mix = load_fresh(out + element);
         const float new_top = fmaxf(top, other_top);
         const float fade = __expf(top - new_top), weight = __expf(other_top - new_top);
         whole = whole * fade + other_whole * weight;
@@ -1010,7 +1013,8 @@ __device__ unsigned find_tokens(const Task& task, Shared* shared) {
   return vote(row >= 0);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) stream(const __grid_constant__ Task task) {
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+    stream(const __grid_constant__ Task task) {
   SHARED_MEMORY(memory);
   char* ring = memory;
   float* sums = reinterpret_cast<float*>(memory + RING_BYTES);

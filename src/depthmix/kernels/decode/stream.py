@@ -23,6 +23,8 @@ SIZES = (8, 16)
 AHEAD = 4
 # warps that multiply; fewer share less work that each has to do, more wait less
 WARPS = 8
+# tokens of a context that a warp takes at a time
+SPAN = 16
 # as in stream.cu
 TILE_ROWS, PIECE = 16, 1024
 PART_BYTES = TILE_ROWS * (2 * PIECE + 64)
@@ -217,6 +219,7 @@ class StreamedBlocks:
                 **defines,
                 "PARTS": num_parts,
                 "NUM_WARPS": WARPS,
+                "SPAN": SPAN,
                 "ROUTE_OF_LAYER": self.route_of_layer,
             },
             self.device,
