@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from depthmix.config import GATES
 from depthmix.kernels import nvrtc
 
 stream = pytest.importorskip("depthmix.kernels.decode.stream")
@@ -94,6 +95,12 @@ def run(name: str, selector: str | None, most: int, num_steps: int, **overrides:
 )
 def test_few_rows(name: str, selector: str | None, overrides: dict[str, Any]) -> None:
     run(name, selector, 4, 9, **{**SMALL, **overrides}).compare(0.01)
+
+
+@pytest.mark.parametrize("gate", [gate for gate in GATES if gate != "raw"])
+def test_gates(gate: str) -> None:
+    options = {**SMALL, "num_layers": 2, "routing.gate": gate}
+    run("mod", "all", 2, 3, **options).compare(0.01)
 
 
 @pytest.mark.parametrize("most", [8, 16])
