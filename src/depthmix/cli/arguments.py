@@ -84,6 +84,20 @@ TokenizerPlace = Annotated[
 MaxTokens = Annotated[
     int | None, typer.Option(help="Limit on the tokens of the text; all if empty.")
 ]
+# how tokens are drawn
+Temperature = Annotated[
+    float, typer.Option(help="Divides the logits; 0 takes the most probable token.")
+]
+TopK = Annotated[int, typer.Option(help="Draw among this many most probable tokens; 0 means all.")]
+TopP = Annotated[
+    float, typer.Option(help="Draw among the fewest tokens with this probability; 1 means all.")
+]
+MinP = Annotated[
+    float, typer.Option(help="Leave out tokens below this fraction of the best; 0 means none.")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Above 1, tokens that occurred are less likely.")
+]
 Selector = Annotated[
     str | None,
     typer.Option(

@@ -11,10 +11,15 @@ import typer
 from depthmix.cli.arguments import (
     Checkpoint,
     Device,
+    MinP,
     ModelPath,
     PlainCommand,
+    RepetitionPenalty,
     Selector,
+    Temperature,
     TokenizerPlace,
+    TopK,
+    TopP,
     app,
     check_device,
     name_flags,
@@ -29,21 +34,11 @@ def chat(
         str | None, typer.Option(help="What the model is told first.", metavar="TEXT")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
-    temperature: Annotated[
-        float, typer.Option(help="Divides the logits; 0 takes the most probable token.")
-    ] = 0.8,
-    top_k: Annotated[
-        int, typer.Option(help="Draw among this many most probable tokens; 0 means all.")
-    ] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Draw among the fewest tokens with this probability; 1 means all.")
-    ] = 0.95,
-    min_p: Annotated[
-        float, typer.Option(help="Leave out tokens below this fraction of the best; 0 means none.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens that occurred are less likely.")
-    ] = 1.0,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 0,
+    top_p: TopP = 0.95,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Annotated[
         int | None, typer.Option(help="The same seed gives the same answers; a new one if empty.")
     ] = None,

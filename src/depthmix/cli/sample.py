@@ -11,10 +11,15 @@ import typer
 from depthmix.cli.arguments import (
     Checkpoint,
     Device,
+    MinP,
     ModelPath,
     PlainCommand,
+    RepetitionPenalty,
     Selector,
+    Temperature,
     TokenizerPlace,
+    TopK,
+    TopP,
     app,
     check_device,
     name_flags,
@@ -47,21 +52,11 @@ def sample(
     ] = False,
     n: Annotated[int, typer.Option("--n", "-n", help="Samples of each prompt.")] = 1,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate per sample.")] = 128,
-    temperature: Annotated[
-        float, typer.Option(help="Divides the logits; 0 takes the most probable token.")
-    ] = 0.8,
-    top_k: Annotated[
-        int, typer.Option(help="Draw among this many most probable tokens; 0 means all.")
-    ] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Draw among the fewest tokens with this probability; 1 means all.")
-    ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Leave out tokens below this fraction of the best; 0 means none.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens that occurred are less likely.")
-    ] = 1.0,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     stop: Annotated[
         list[str] | None,
         typer.Option(
