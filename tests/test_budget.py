@@ -220,7 +220,19 @@ def test_compute_is_counted_at_the_capacity_that_each_step_has() -> None:
     for stage, model in zip(schedule.stages, models, strict=True):
         assert stage.causal_flops == flops.training_flops(model, **sizes, causal_half=True)
         assert stage.causal_flops < stage.flops
+        optimizer = flops.optimizer_flops(model, run.train.optimizer)
+        assert stage.executed_flops == stage.causal_flops + optimizer
     still = make_schedule(make_falling(10, train__capacity_from=None))
     assert still.flops == 10 * each[3]
     # a run that went on for longer than it is planned now
     assert still.count_flops(12) == 12 * each[3]
+
+
+def test_a_budget_in_executed_flops_pays_for_other_steps() -> None:
+    run = make_falling(10)
+    budget = make_schedule(run).count_flops(10, "executed")
+    changes = {"train.steps": None, "train.flops": float(budget)}
+    executed = run.override({**changes, "train.flops_convention": "executed"})
+    assert make_schedule(executed).num_steps == 10
+    assert make_schedule(executed).flops == budget
+    assert make_schedule(run.override(changes)).num_steps != 10

@@ -19,6 +19,8 @@ from depthmix.config import ExpertsConfig, ModelConfig, RoutingConfig, load_pres
 from depthmix.nn import Output, Routing, Transformer
 from depthmix.nn.experts import Experts
 from depthmix.nn.router import Predictor
+from depthmix.train.muon import Muon
+from depthmix.train.optim import list_muon
 
 STRATEGIES = ("none", "expert_choice", "token_choice", "stochastic", "early_exit", "causal")
 
@@ -419,3 +421,60 @@ def test_absurd_requests_are_refused(arguments: dict[str, Any], sentence: str) -
             count(config, **arguments)
     with pytest.raises(ValueError, match="bytes_per_element"):
         flops.kv_cache_bytes(config, bytes_per_element=0)
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERTS if "without" not in name])
+@pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
+def test_muon_counts_what_torch_counts(name: str, mlp: str) -> None:
+    routing = {"strategy": "expert_choice", "every": 2}
+    config = make_config(routing, EXPERTS[name], num_kv_heads=1, qk_norm=True, mlp=mlp)
+    model = Transformer(config)
+    matrices = list_muon(model)
+    assert [tuple(p.shape) for p in matrices] == flops.list_matrices(config)
+    optimizer = Muon([{"params": matrices}], weight_decay=0.1, momentum=0.95)
+    for parameter in matrices:
+        parameter.grad = torch.randn_like(parameter)
+    with counting() as counter:
+        optimizer.step()
+    assert flops.optimizer_flops(config, "muon") == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("fields", "full", "executed"),
+    [
+        # one dense block of width 4: a head of 4, an MLP of 8 with two matrices, 10 ids, 2 tokens
+        (
+            {"mlp": "gelu"},
+            # 3 · (projections, scores, MLP, head)
+            3 * (2 * 2 * (4 * 16) + 4 * 4 * 4 + 2 * 2 * 64 + 2 * 2 * 40),
+            # scores of 3 pairs in place of 4; Muon: 8×4 twice three, 4×4 twice two
+            3 * (2 * 2 * (4 * 16) + 4 * 3 * 4 + 2 * 2 * 64 + 2 * 2 * 40)
+            + 5 * (3 * 2 * 16 * (16 + 4) + 2 * 2 * 16 * (8 + 4)),
+        ),
+        # SwiGLU: one more matrix of 8×4
+        (
+            {},
+            3 * (2 * 2 * (4 * 16) + 4 * 4 * 4 + 2 * 2 * 96 + 2 * 2 * 40),
+            3 * (2 * 2 * (4 * 16) + 4 * 3 * 4 + 2 * 2 * 96 + 2 * 2 * 40)
+            + 5 * (4 * 2 * 16 * (16 + 4) + 2 * 2 * 16 * (8 + 4)),
+        ),
+        # and routed at a half: one token in the block, its router scored three times
+        (
+            {"routing.strategy": "expert_choice", "routing.capacity": 0.5, "routing.every": 1}
+            | {"routing.predictor": False, "routing.aux_loss_weight": 0.01},
+            3 * (2 * (4 * 16) + 4 * 1 * 4 + 2 * 96 + 2 * 3 * 4 + 2 * 2 * 40),
+            3 * (2 * (4 * 16) + 4 * 1 * 4 + 2 * 96 + 2 * 3 * 4 + 2 * 2 * 40)
+            + 5 * (4 * 2 * 16 * (16 + 4) + 2 * 2 * 16 * (8 + 4)),
+        ),
+    ],
+)
+def test_conventions_by_hand(fields: dict[str, Any], full: int, executed: int) -> None:
+    plain = ModelConfig(
+        vocab_size=10, max_seq_len=2, num_layers=1, width=4, num_heads=1, mlp_width=8
+    )
+    config = plain.override(fields)
+    assert flops.training_flops(config) == full
+    assert flops.executed_flops(config, "muon") == executed
+    assert flops.executed_flops(config, "adamw") == flops.training_flops(config, causal_half=True)
+    with pytest.raises(ValueError, match="there is no optimizer 'sgd'"):
+        flops.optimizer_flops(config, "sgd")

@@ -9,12 +9,11 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 from depthmix.config import ModelConfig, RunConfig, count_share
-from depthmix.flops import training_flops
+from depthmix.flops import executed_flops, training_flops
 
 DEFAULT_STEPS = 1000
 """Length of a run that names no budget."""
@@ -32,6 +31,12 @@ class CapacityStage(NamedTuple):
     causal_flops: int
     """The same without the (query, key) pairs that causal order forbids: the convention for the
     utilisation of a device."""
+    executed_flops: int
+    """The same, and the optimiser's own matrix products."""
+
+    def count_flops(self, convention: str) -> int:
+        """FLOPs of one step, by `full` or `executed`."""
+        return self.executed_flops if convention == "executed" else self.flops
 
 
 class Schedule(NamedTuple):
@@ -46,11 +51,15 @@ class Schedule(NamedTuple):
         """The stage of a step, counted from 0."""
         return self.stages[bisect_right(self.stages, step, key=lambda stage: stage.first) - 1]
 
-    def count_flops(self, num_steps: int) -> int:
-        """FLOPs of the run's first steps, each at the capacities that it has."""
+    def count_flops(self, num_steps: int, convention: str | None = None) -> int:
+        """FLOPs of the run's first steps, each at the capacities that it has.
+
+        `convention` is `full`, `executed`, or by default the one of the run's budget.
+        """
+        convention = convention or self.run.train.flops_convention
         ends = [*(stage.first for stage in self.stages), max(num_steps, self.stages[-1].first)]
         return sum(
-            max(0, min(num_steps, end) - first) * stage.flops
+            max(0, min(num_steps, end) - first) * stage.count_flops(convention)
             for (first, end), stage in zip(pairwise(ends), self.stages, strict=True)
         )
 
@@ -78,7 +87,7 @@ def _count_steps(run: RunConfig, stages: Sequence[CapacityStage]) -> int:
     if recipe.flops is None:
         return DEFAULT_STEPS
     # no step is cheaper than the last ones, so these are the most that there can be
-    steps = recipe.flops / stages[-1].flops
+    steps = recipe.flops / stages[-1].count_flops(recipe.flops_convention)
     if len(stages) == 1 or steps < 1:
         return _round_down(steps)
     most = min(int(steps), sys.maxsize)
@@ -98,9 +107,15 @@ def _list_stages(run: RunConfig) -> list[CapacityStage]:
             left = 1 - stage / count
             shares = tuple(c + (recipe.start_capacity - c) * left for c in model.capacities)
             models.append(model.override({"routing.capacity": shares}))
-    count_flops = partial(training_flops, seq_len=run.seq_len, batch_size=recipe.batch_size)
+    sizes = {"seq_len": run.seq_len, "batch_size": recipe.batch_size}
     return [
-        CapacityStage(0, each, count_flops(each), count_flops(each, causal_half=True))
+        CapacityStage(
+            0,
+            each,
+            training_flops(each, **sizes),
+            training_flops(each, **sizes, causal_half=True),
+            executed_flops(each, recipe.optimizer, **sizes),
+        )
         for each in (*models, model)
     ]
 

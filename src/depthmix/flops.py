@@ -1,8 +1,9 @@
 """FLOPs, parameters and cache bytes of a model, exactly, from its configuration alone.
 
-Owns the project's one convention for counting (docs/math.md): a matrix product counts 2·m·n·k,
+Owns the project's conventions for counting (docs/math.md): a matrix product counts 2·m·n·k,
 attention its two products over every (query, key) pair, a backward pass twice the forward pass.
-Norms, activations, softmax, rotary positions and moving tokens count nothing. Knows nothing of
+"executed" counts the pairs that causal order allows instead, and the optimiser's products. Norms,
+activations, softmax, rotary positions and moving tokens count nothing. Knows nothing of
 torch or of modules: the tests hold it equal to what `FlopCounterMode` counts on the real model.
 
 >>> routed, dense = load_preset("60m"), load_preset("60m-dense")
@@ -21,12 +22,15 @@ __all__ = [
     "Parameters",
     "count_expert_pairs",
     "count_parts",
+    "executed_flops",
     "flops_per_token",
     "forward_flops",
     "kv_cache_bytes",
     "list_blocks",
+    "list_matrices",
     "matrix_sizes",
     "num_parameters",
+    "optimizer_flops",
     "training_flops",
 ]
 
@@ -43,6 +47,10 @@ PARTS = (
 
 TRAINING_FACTOR = 3
 """A training step counts one forward pass, and two more for the backward pass."""
+
+
+MUON_ITERATIONS = 5
+"""Of Newton and Schulz, in each step of Muon."""
 
 
 class Parameters(NamedTuple):
@@ -89,6 +97,33 @@ def training_flops(
     """
     forward = forward_flops(config, seq_len=seq_len, batch_size=batch_size, causal_half=causal_half)
     return TRAINING_FACTOR * forward
+
+
+def optimizer_flops(config: ModelConfig, optimizer: str) -> int:
+    """FLOPs of an optimiser's matrix products in one step, whatever the batch; AdamW has none.
+
+    Muon multiplies a matrix of m rows and n ≥ m columns with itself, the m×m result with itself,
+    and that with the matrix, five times.
+    """
+    if optimizer == "adamw":
+        return 0
+    if optimizer != "muon":
+        raise ValueError(f"there is no optimizer '{optimizer}': use adamw or muon")
+    sides = (sorted(shape) for shape in list_matrices(config))
+    each = (2 * short * short * (2 * long + short) for short, long in sides)
+    return MUON_ITERATIONS * sum(each)
+
+
+def executed_flops(
+    config: ModelConfig,
+    optimizer: str,
+    *,
+    seq_len: int | None = None,
+    batch_size: int = 1,
+) -> int:
+    """FLOPs of one training step as executed: half the attention square, and the optimiser."""
+    step = training_flops(config, seq_len=seq_len, batch_size=batch_size, causal_half=True)
+    return step + optimizer_flops(config, optimizer)
 
 
 def flops_per_token(
@@ -218,6 +253,20 @@ def matrix_sizes(config: ModelConfig) -> Sizes:
         expert_predictor=experts.predictor_width * (width + experts.num_experts) if predicts else 0,
         head=config.vocab_size * width,
     )
+
+
+def list_matrices(config: ModelConfig) -> list[tuple[int, int]]:
+    """Shapes of the blocks' matrices, rows and columns, without routers and stacks of experts."""
+    width, shape = config.width, config.shape
+    mixed, stored = (n * shape.head_width for n in (config.num_heads, shape.num_kv_heads))
+    # queries and keys are one matrix
+    attention = [(mixed + stored, width), (stored, width), (width, mixed)]
+    num_in = 2 if config.mlp == "swiglu" else 1
+    mlp = [*num_in * [(shape.mlp_width, width)], (width, shape.mlp_width)]
+    found: list[tuple[int, int]] = []
+    for block in list_blocks(config):
+        found += attention if block.has_experts else attention + mlp
+    return found
 
 
 class BlockShare(NamedTuple):

@@ -64,6 +64,9 @@ class Recipe:
     """Stop when this many tokens were trained on (1e9 may be written)."""
     flops: Positive[float] | None = None
     """Stop when this much compute was spent: the budget by which models are compared."""
+    flops_convention: Literal["full", "executed"] = "full"
+    """What flops counts: full has attention as a whole square and no optimiser, as the paper does;
+    executed has the half that is computed, and the optimiser's own matrix products."""
     batch_size: Positive[int] = 16
     """Sequences in a batch, over all processes and micro-batches."""
     seq_len: Count | None = None

@@ -150,6 +150,7 @@ class Meter:
             "time": time.time(),
             "tokens": reading.step * self.schedule.run.tokens_per_step,
             "flops": self.schedule.count_flops(reading.step),
+            "executed_flops": self.schedule.count_flops(reading.step, "executed"),
             **self._describe_speed(reading),
             "memory_bytes": measure_memory(self.world.device),
         }
