@@ -180,7 +180,7 @@ def test_demo_refuses_a_budget_of_nothing(
 ) -> None:
     place = ["--data", str(data), "--out", str(tmp_path / "out")]
     assert main(["demo", "--preset", str(model), "--flops", "1", *place]) == 2
-    assert "less than one step" in capsys.readouterr().err
+    assert "depthmix: --flops 1 is less than one step" in capsys.readouterr().err
     assert main(["demo", "--preset", str(model), "--flops", "0", *place]) == 2
     assert capsys.readouterr().err == "depthmix: --flops 0.0 must be greater than 0\n"
     assert not (tmp_path / "out").exists()

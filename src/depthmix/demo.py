@@ -20,6 +20,7 @@ from depthmix.config import ModelConfig, RunConfig, list_recipe, load_config
 from depthmix.data.shards import Corpus
 from depthmix.eval.trace import trace_model
 from depthmix.files import replace_file
+from depthmix.flops import training_flops
 from depthmix.infer import SamplingParams
 from depthmix.models import open_model
 from depthmix.models.vocabulary import find_vocabulary
@@ -127,7 +128,14 @@ def plan_twins(config: ModelConfig, preset: str, flops: float) -> dict[str, RunC
     size = _name_size(preset)
     twins = {f"{size}-dense": config.dense_twin(), f"{size}-mod": config}
     fields = {**RECIPE, **list_recipe(preset), "train.flops": flops}
-    return {name: RunConfig.from_overrides(model, fields) for name, model in twins.items()}
+    runs = {name: RunConfig.from_overrides(model, fields) for name, model in twins.items()}
+    for run in runs.values():
+        step = training_flops(run.model, seq_len=run.seq_len, batch_size=run.train.batch_size)
+        if flops < step:
+            raise ValueError(
+                f"train.flops = {flops:g} is less than one step ({step:.2g}): raise it"
+            )
+    return runs
 
 
 def tell_outcome(config: ModelConfig, dense: Trained, routed: Trained) -> str:
