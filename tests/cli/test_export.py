@@ -1,7 +1,6 @@
 """`depthmix export` and `depthmix import`: from a run to transformers and back."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -80,12 +79,3 @@ def test_mistakes_end_in_a_sentence(
         assert main(args) == 2
         assert told in capsys.readouterr().err
         assert {path.name for path in tmp_path.iterdir()} == set()
-
-
-def test_without_transformers_it_says_what_to_install(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "depthmix.hf.export", None)
-    for verb, given in (("export", run), ("import", tmp_path)):
-        assert main([verb, str(given), "--out", str(tmp_path / "out")]) == 2
-        assert "pip install 'depthmix[hf]'" in capsys.readouterr().err

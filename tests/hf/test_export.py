@@ -11,11 +11,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from depthmix.checkpoint import load_weights
 from depthmix.data.tokenizer import load_tokenizer, train_tokenizer
-from depthmix.hf.export import export_model, import_model, load_exported
+from depthmix.hf.export import export_model
 from depthmix.infer import Engine, SamplingParams
 from depthmix.models import open_model
 from depthmix.models.vocabulary import Vocabulary, find_vocabulary
+from depthmix.models.write import import_model
 from depthmix.runs.folder import RunDir
+from foreign_models import write_foreign
 from hf_models import make_hf_model
 from variants import NAMES, make_config, make_model
 
@@ -36,7 +38,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     model = make_model(name, dtype=torch.float32)
     export_model(model, tmp_path / "out")
-    import_model(tmp_path / "out", tmp_path / "run")
+    import_model(open_model(tmp_path / "out"), tmp_path / "run")
     back = open_model(tmp_path / "run").network
     assert back.config.shape == model.config.shape
     assert back.config.routing == model.config.routing
@@ -52,7 +54,8 @@ def test_a_model_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
 def test_the_type_of_the_weights_is_kept(tmp_path: Path) -> None:
     export_model(make_model("mod", dtype=torch.float64), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float64"
-    assert load_exported(tmp_path / "out").dtype == torch.float64
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert found.dtype == torch.float64
 
 
 def test_every_file_can_be_read_by_others(tmp_path: Path) -> None:
@@ -87,7 +90,7 @@ def test_transformers_writes_what_the_engine_writes(exported: Path) -> None:
     assert (batch.attention_mask == 0).any()
     options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
     written = model.generate(**batch, **options)[:, batch.input_ids.shape[1] :]
-    engine = Engine(load_exported(exported).model)
+    engine = Engine(model.model)
     for text, row in zip(TEXTS, written, strict=True):
         prompt = tokenizer(text).input_ids
         (result,) = engine.generate([prompt], SamplingParams(max_tokens=12, temperature=0.0))
@@ -95,7 +98,7 @@ def test_transformers_writes_what_the_engine_writes(exported: Path) -> None:
 
 
 def test_a_run_has_its_tokenizer_and_says_where_it_is_from(exported: Path, tmp_path: Path) -> None:
-    run = import_model(exported, tmp_path / "run")
+    run = import_model(open_model(exported), tmp_path / "run")
     vocabulary = find_vocabulary(run)
     assert vocabulary.end_token == 0
     assert vocabulary.tokenizer.to_str() == load_tokenizer(exported).to_str()
@@ -112,7 +115,7 @@ def test_what_transformers_saves_can_be_imported(tmp_path: Path) -> None:
     model = make_hf_model("mod_tanh1", dtype=torch.float32)
     model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
-    import_model(tmp_path / "saved", tmp_path / "run")
+    import_model(open_model(tmp_path / "saved"), tmp_path / "run")
     found = open_model(tmp_path / "run").network.state_dict()
     assert all(torch.equal(found[key], value) for key, value in model.model.state_dict().items())
 
@@ -120,18 +123,20 @@ def test_what_transformers_saves_can_be_imported(tmp_path: Path) -> None:
 def test_refuses_folders_that_are_no_exported_models(exported: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is there already"):
         export_model(make_model("mod"), exported)
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        import_model(tmp_path, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"neither a run's config\.toml nor a config\.json"):
+        import_model(open_model(tmp_path), tmp_path / "run")
     (tmp_path / "config.json").write_text("[1")
-    with pytest.raises(ValueError, match="not a JSON object"):
-        import_model(tmp_path, tmp_path / "run")
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match="type 'llama', not a depthmix model"):
-        import_model(tmp_path, tmp_path / "run")
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        import_model(open_model(tmp_path), tmp_path / "run")
     (tmp_path / "config.json").write_text((exported / "config.json").read_text())
-    with pytest.raises(ValueError, match="no weights as safetensors"):
-        import_model(tmp_path, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
+        import_model(open_model(tmp_path), tmp_path / "run")
+    dense = write_foreign(tmp_path / "dense")
+    with pytest.raises(ValueError, match="type 'llama', not a depthmix model"):
+        import_model(open_model(dense), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    import_model(exported, tmp_path / "run")
+    import_model(open_model(exported), tmp_path / "run")
     with pytest.raises(ValueError, match="already holds a run"):
-        import_model(exported, tmp_path / "run")
+        import_model(open_model(exported), tmp_path / "run")
+    with pytest.raises(ValueError, match="is no exported folder: 'depthmix train --from'"):
+        import_model(open_model(tmp_path / "run"), tmp_path / "again")

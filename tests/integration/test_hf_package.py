@@ -2,16 +2,17 @@
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from variants import make_model
 
 HIDE = "import sys; sys.modules['transformers'] = None; "
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", HIDE + code], capture_output=True, text=True)
-
-
-def test_files_can_be_read_without_transformers() -> None:
-    assert run("import depthmix.models.upcycle").returncode == 0
 
 
 def test_models_need_transformers() -> None:
@@ -21,10 +22,16 @@ def test_models_need_transformers() -> None:
     assert "cannot import name 'Depthmix'" in ended.stderr
 
 
-def test_the_command_needs_transformers() -> None:
-    code = "from depthmix.cli import main; sys.exit(main(['import', '.', '--out', 'nowhere']))"
+def test_only_exporting_needs_transformers(tmp_path: Path) -> None:
+    folder, run_dir = tmp_path / "exported", tmp_path / "run"
+    pytest.importorskip("depthmix.hf.export").export_model(make_model("mod"), folder)
+    code = "from depthmix.cli import main; "
+    code += f"assert main(['import', '{folder}', '--out', '{run_dir}']) == 0; "
+    code += (
+        f"sys.exit(main(['export', '{run_dir}', '--out', '{tmp_path}/again', '--no-tokenizer']))"
+    )
     ended = run(code)
     assert ended.returncode == 2
     assert ended.stderr.strip().endswith(
-        "transformers is not installed: pip install 'depthmix[hf]'"
+        "needs the package 'transformers': pip install 'depthmix[hf]'"
     )

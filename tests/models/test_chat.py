@@ -9,10 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from depthmix.data.tokenizer import load_tokenizer
-from depthmix.hf.export import export_model, import_model
+from depthmix.hf.export import export_model
 from depthmix.models import open_model
 from depthmix.models.chat import CHAT_FILE, Chat, find_chat, read_chat, write_chat
 from depthmix.models.upcycle import upcycle
+from depthmix.models.write import import_model
 from text_runs import write_text_run
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -145,7 +146,7 @@ def test_it_survives_upcycling_exporting_and_coming_back(taught: Path, tmp_path:
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.generation_config.eos_token_id == [9, 0]
     # documents still end as they did
-    back = import_model(out, tmp_path / "back")
+    back = import_model(open_model(out), tmp_path / "back")
     assert back.read_starts()[-1]["data"]["end_token"] == 0
     assert read_chat(back.path) == chat._replace(stop_tokens=(9, 0))
 

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -285,16 +284,6 @@ def name_missing_extra(extra: str) -> Iterator[None]:
         raise ValueError(
             f"this needs the package '{error.name}': pip install 'depthmix[{extra}]'"
         ) from error
-
-
-def load_bridge() -> Any:
-    """The module that writes and reads transformers' folders; an error without transformers."""
-    try:
-        return import_module("depthmix.hf.export")
-    except ImportError as error:
-        from depthmix.hf import MISSING
-
-        raise ValueError(MISSING) from error
 
 
 @contextmanager

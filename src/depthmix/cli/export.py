@@ -11,7 +11,7 @@ from depthmix.cli.arguments import (
     PlainCommand,
     TokenizerPlace,
     app,
-    load_bridge,
+    name_missing_extra,
 )
 
 
@@ -43,9 +43,10 @@ def export(
     from depthmix.models import open_model
 
     opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)
-    bridge = load_bridge()
+    with name_missing_extra("hf"):
+        from depthmix.hf.export import export_model
     ids, end_token = (None, None) if no_tokenizer else opened.vocabulary
-    bridge.export_model(
+    export_model(
         opened.network,
         out,
         tokenizer=ids,

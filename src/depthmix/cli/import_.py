@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli.arguments import PlainCommand, app, load_bridge
+from depthmix.cli.arguments import PlainCommand, app
 
 
 @app.command("import", cls=PlainCommand)
@@ -23,5 +23,8 @@ def import_(
     For example:
       depthmix import exported --out runs/exported
     """
-    run = load_bridge().import_model(folder, out)
+    from depthmix.models import open_model
+    from depthmix.models.write import import_model
+
+    run = import_model(open_model(folder), out)
     print(f"{run.path}: sample from it with: depthmix sample {run.path}")

@@ -1,28 +1,22 @@
-"""A trained model ⇄ a folder that transformers opens: configuration, weights, tokenizer.
+"""A trained model → a folder that transformers opens: configuration, weights, tokenizer.
 
-Weights are safetensors, and nothing in a folder is run when it is read. Leaves to `runs`
-and `checkpoint` where a run keeps its files.
+Weights are safetensors. The way back needs no transformers: `models` opens such a folder, and makes
+a run of it.
 """
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from depthmix.checkpoint import collect_tensors, sort_header
-from depthmix.config import RunConfig
-from depthmix.data.tokenizer import TOKENIZER_FILE, find_end_token, load_tokenizer
-from depthmix.files import parse_json
+from depthmix.checkpoint import sort_header
 from depthmix.hf.config import DepthmixConfig
 from depthmix.hf.model import DepthmixForCausalLM
-from depthmix.models.chat import Chat, find_chat
-from depthmix.models.foreign import check_exported
-from depthmix.models.write import UNFINISHED, fill_folder, write_run
+from depthmix.models.chat import Chat
+from depthmix.models.write import UNFINISHED, fill_folder
 from depthmix.nn import Transformer
-from depthmix.runs.folder import RunDir
 
 if TYPE_CHECKING:
     import tokenizers
@@ -96,66 +90,3 @@ def _export_tokenizer(
         clean_up_tokenization_spaces=False,
         **special,
     ).save_pretrained(out)
-
-
-def import_model(folder: Path, out: Path) -> RunDir:
-    """Make a run of an exported folder, with the same weights and tokenizer."""
-    RunDir(out).check_free()
-    model = load_exported(folder)
-    vocabulary, endings = folder / TOKENIZER_FILE, model.generation_config
-    end_token = endings.eos_token_id
-    if isinstance(end_token, list):
-        # of several, the one that documents begin with, too
-        end_token = endings.bos_token_id
-    if vocabulary.is_file() and end_token is None:
-        end_token = find_end_token(load_tokenizer(vocabulary))
-    weights = collect_tensors(model.model, [])["model"]
-    return write_run(
-        out,
-        RunConfig(model=model.config.to_model_config()),
-        weights,
-        source=folder,
-        end_token=end_token,
-        chat=find_chat(folder),
-        reason=f"imported from {folder}",
-    )
-
-
-def load_exported(folder: Path) -> DepthmixForCausalLM:
-    """The model of an exported folder, in its own type; refuses what is none by a sentence."""
-    try:
-        tree = parse_json((folder / "config.json").read_bytes())
-        kind = tree.get("model_type")
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ValueError(f"'{folder}' has no config.json: name an exported folder") from error
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"'{folder / 'config.json'}' is not a JSON object: {error}") from error
-    if kind != DepthmixConfig.model_type:
-        raise ValueError(
-            f"'{folder}' holds a model of type '{kind}', not a depthmix model: 'depthmix upcycle' "
-            f"reads dense ones"
-        )
-    if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"'{folder}' has no weights as safetensors, and others are not read")
-    check_exported(folder)
-    _check_json(folder / "generation_config.json")
-    logging.disable_progress_bar()
-    level = logging.get_verbosity()
-    # its table of weights that do not fit says what the refusal says
-    logging.set_verbosity_error()
-    try:
-        return DepthmixForCausalLM.from_pretrained(folder, dtype="auto")
-    except SafetensorError as error:
-        raise ValueError(f"'{folder}' has a damaged file of weights: {error}") from error
-    finally:
-        logging.set_verbosity(level)
-
-
-def _check_json(path: Path) -> None:
-    """Refuse a file of JSON that transformers would fail on."""
-    try:
-        found = parse_json(path.read_bytes()) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"'{path}' is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"'{path}' is damaged: it is not a JSON object")

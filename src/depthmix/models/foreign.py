@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from depthmix import flops
-from depthmix.checkpoint.weights import check_num_layers
 from depthmix.config import ModelConfig, fields
 from depthmix.files import parse_json
 from depthmix.units import format_bytes
@@ -334,8 +333,8 @@ def find_files(folder: Path) -> dict[str, Path]:
         return {name: folder / file for name, file in names.items()}
     path = folder / WEIGHTS_FILE
     if not path.is_file():
-        pickled = sorted(p.name for p in folder.glob("*.bin"))
-        hint = f" ({pickled[0]} is pickled, and not read: save it as safetensors)" * bool(pickled)
+        pickled = next((p.name for p in sorted(folder.glob("*.bin"))), None)
+        hint = f" ({pickled} is pickled, and not read: save it as safetensors)" if pickled else ""
         raise ValueError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{hint}")
     with _explain_damage(path), safe_open(path, framework="pt") as file:
         return dict.fromkeys(file.keys(), path)
@@ -390,22 +389,6 @@ def read_exported_config(folder: Path, *, max_seq_len: int | None = None) -> Mod
         raise ValueError(f"{folder / CONFIG_FILE} does not make a model: {error}") from error
     _check_positions(folder, config, "max_seq_len")
     return config
-
-
-def check_exported(folder: Path) -> None:
-    """Refuse an exported folder that must not be handed to transformers.
-
-    It follows an index of weights out of the folder, builds as many blocks as a configuration
-    claims before it looks at the weights, and takes what is not finite.
-    """
-    from safetensors import safe_open
-
-    config, files = read_exported_config(folder), find_files(folder)
-    check_num_layers(config, (name.removeprefix("model.") for name in files), folder)
-    for path in set(files.values()):
-        with _explain_damage(path), safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                _check_values(folder, name, file.get_tensor(name))
 
 
 def read_exported_weights(folder: Path) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Weights that came from elsewhere → a run that was not trained here.
 
-Owns what such a run's folder holds, and that a folder is there whole or not at all. Knows nothing
-of whose weights they were.
+Owns what such a run's folder holds, that a folder is there whole or not at all, and how an exported
+one becomes a run again.
 """
 
 import errno
@@ -14,11 +14,14 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
-from depthmix.checkpoint import Checkpoints
+from depthmix.checkpoint import Checkpoints, collect_tensors
 from depthmix.config import RunConfig
 from depthmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from depthmix.files import hash_file, share_file
 from depthmix.models.chat import Chat, write_chat
+from depthmix.models.foreign import OWN_KIND
+from depthmix.models.open import StoredModel
+from depthmix.models.vocabulary import find_end
 from depthmix.runs.folder import RunDir, collect_provenance
 
 # where the files of a folder are until all of them are there
@@ -93,3 +96,25 @@ def write_run(
         Checkpoints(folder.checkpoints, asynchronous=False).save(0, {"model": dict(weights)}, state)
         folder.write_status("finished", step=0, num_steps=0, loss=None, reason=reason)
     return RunDir.open(out)
+
+
+def import_model(source: StoredModel, out: Path) -> RunDir:
+    """Make a run of an exported folder, with the same weights, tokenizer and chat template."""
+    RunDir(out).check_free()
+    path = source.path
+    if source.kind != OWN_KIND:
+        raise ValueError(
+            f"{path} holds a model of type '{source.kind}', not a depthmix model: 'depthmix "
+            f"upcycle' reads dense ones"
+        )
+    if source.checkpoint is not None:
+        raise ValueError(f"{path} is no exported folder: 'depthmix train --from' reads runs")
+    return write_run(
+        out,
+        RunConfig(model=source.config),
+        collect_tensors(source.network, [])["model"],
+        source=path,
+        end_token=find_end(path),
+        chat=source.chat,
+        reason=f"imported from {path}",
+    )
