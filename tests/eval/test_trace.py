@@ -13,12 +13,11 @@ from depthmix.eval.trace import (
     CHUNK_TOKENS,
     cut_text,
     cut_windows,
-    encode_text,
     measure_predictions,
     trace_model,
     trace_tokens,
 )
-from depthmix.models import open_model
+from depthmix.models import Vocabulary, open_model
 from depthmix.nn import Transformer
 from depthmix.report.traces import check_trace
 from text_runs import write_text_run
@@ -147,21 +146,17 @@ def test_predictions_are_measured_in_parts() -> None:
 @given(st.text(st.sampled_from("ab \né€𝄞"), min_size=1, max_size=40))
 def test_texts_join_to_the_text(text: str) -> None:
     tokenizer = train_tokenizer(["ab a b"], 260, parallel=False)
-    ids = encode_text(tokenizer, text)
-    pieces = cut_text(tokenizer, ids)
+    vocabulary = Vocabulary(tokenizer, None)
+    ids = vocabulary.tokenize(text)
+    pieces = cut_text(vocabulary.decode, ids)
     assert "".join(pieces) == text
     assert len(pieces) == len(ids)
     # cut inside a character, too
-    short = cut_text(tokenizer, ids[:-1])
+    short = cut_text(vocabulary.decode, ids[:-1])
     assert "".join(short) == tokenizer.decode(ids[:-1], skip_special_tokens=False)
 
 
 def test_what_cannot_be_traced_is_refused() -> None:
-    tokenizer = train_tokenizer(["ab"], 260, parallel=False)
-    with pytest.raises(ValueError, match="--max-tokens 0 must be at least 1"):
-        encode_text(tokenizer, "ab", 0)
-    with pytest.raises(ValueError, match="a text that is not empty"):
-        encode_text(tokenizer, "")
     with pytest.raises(ValueError, match="a text that is not empty"):
         trace_tokens(small_model("mod"), [])
     with pytest.raises(ValueError, match="has no routed block"):

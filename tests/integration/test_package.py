@@ -1,7 +1,10 @@
 """What `import depthmix` offers."""
 
 import doctest
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +12,9 @@ import torch
 import depthmix
 from depthmix import infer, nn
 from depthmix.config import ModelConfig
+from depthmix.data.tokenizer import train_tokenizer
+from depthmix.eval.trace import trace_tokens
+from depthmix.models import Vocabulary
 from depthmix.train.step import TrainStep
 from test_architecture import modules_loaded_by
 from text_runs import write_text_run
@@ -42,6 +48,37 @@ def test_names_are_listed_before_they_are_loaded() -> None:
     loaded = modules_loaded_by("import depthmix; assert {*depthmix.__all__} <= {*dir(depthmix)}")
     assert "depthmix" in loaded
     assert "torch" not in loaded
+
+
+# as a user has it: without the types being checked, which would refuse most of it before
+@pytest.mark.compile
+def test_text_where_ids_belong_is_told() -> None:
+    model: Any = nn.Transformer(depthmix.load_preset("tiny"))
+    step: Any = TrainStep(model, torch.optim.SGD(model.parameters()))
+    engine: Any = infer.Engine(model, selector="predictor")
+    vocabulary: Any = Vocabulary(train_tokenizer(["ab"], 260, parallel=False), None)
+    trace: Any = trace_tokens
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    refused: dict[str, list[Callable[[], object]]] = {
+        "must be a tensor of ids, not str: encode text first": [
+            *(partial(call, "text") for call in (model, model.compute_hidden)),
+            *(partial(step, *batch) for batch in (("text", ids), (ids, "text"))),
+        ],
+        "must be a tensor of ids, not list": [partial(model, ["text"]), partial(model, [[1, 2]])],
+        "must be a tensor of ids, not torch.float32": [partial(model, torch.rand(1, 4))],
+        "list of token ids, not text: encode it first": [
+            partial(call, "text") for call in (engine.add, engine.generate)
+        ],
+        "'text' is not one": [partial(engine.add, ["text"])],
+        "takes a list of prompts": [partial(engine.generate, [1, 2])],
+        "decode takes token ids": [partial(vocabulary.decode, "text")],
+        "only text has tokens": [partial(vocabulary.encode, [1, 2])],
+        "this is text: trace_model takes it": [partial(trace, model, "text")],
+    }
+    for sentence, calls in refused.items():
+        for call in calls:
+            with pytest.raises(ValueError, match=sentence):
+                call()
 
 
 @pytest.mark.parametrize("name", depthmix.__all__)

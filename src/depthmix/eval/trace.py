@@ -5,7 +5,7 @@ origin. The form of the result is `report.traces`'. Does not know where a text c
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -18,9 +18,6 @@ from depthmix.nn import Transformer
 from depthmix.report.traces import FORMAT, VERSION
 from depthmix.runs.folder import collect_provenance
 from depthmix.world import choose_device
-
-if TYPE_CHECKING:
-    import tokenizers
 
 Report = Callable[[int, int], object]
 """Takes the tokens that were read, and all of them, counted once for each rule."""
@@ -50,9 +47,12 @@ def trace_model(
 ) -> dict[str, Any]:
     """What a model does with `words`, which the trace calls `text`; on a GPU if there is one."""
     kind = choose_device(device)
-    tokenizer, end_token = model.vocabulary
+    vocabulary = model.vocabulary
     # a text that cannot be traced is refused before weights are read
-    tokens = encode_text(tokenizer, words, max_tokens)
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"--max-tokens {max_tokens} must be at least 1")
+    tokens = vocabulary.tokenize(words)[:max_tokens]
+    check_tokens(tokens, model.config)
     recipe: dict[str, Any] = {} if model.run is None else model.run.read_config().get("train", {})
     known = collect_provenance(seed=recipe.get("seed", 0), data={}, device={})
     origin = {"run": str(model.home), "text": text}
@@ -62,11 +62,11 @@ def trace_model(
     trace = trace_tokens(
         model.network.to(kind),
         tokens,
-        end_token,
+        vocabulary.end_token,
         document_mask=recipe.get("document_mask", True),
         report=report,
     )
-    texts = [""] * trace["num_added"] + cut_text(tokenizer, tokens)
+    texts = [""] * trace["num_added"] + cut_text(vocabulary.decode, tokens)
     return {**trace, "origin": {**origin, "device": kind}, "texts": texts}
 
 
@@ -84,15 +84,7 @@ def trace_tokens(
     `max_seq_len` tokens, and each is a row of its own, as a long document is in training.
     """
     config = model.config
-    if not config.routed_layers:
-        raise ValueError("this model has no routed block to look at: trace a run that routes")
-    if not tokens:
-        raise ValueError("there is no token to trace: give a text that is not empty")
-    if max(tokens) >= config.vocab_size:
-        raise ValueError(
-            f"the tokenizer gives token {max(tokens)}, and the model knows {config.vocab_size}: "
-            f"name the run's own with --tokenizer"
-        )
+    check_tokens(tokens, config)
     stream = begin_document(tokens, end_token)
     device = model.embedding.weight.device
     windows = list(cut_windows(stream, config.max_seq_len, end_token if document_mask else None))
@@ -120,24 +112,27 @@ def trace_tokens(
     }
 
 
-def encode_text(
-    tokenizer: "tokenizers.Tokenizer", text: str, max_tokens: int | None = None
-) -> list[int]:
-    """A text's tokens and nothing else, at most `max_tokens` of them."""
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"--max-tokens {max_tokens} must be at least 1")
-    ids = tokenizer.encode(text, add_special_tokens=False).ids[:max_tokens]
-    if not ids:
+def check_tokens(tokens: Sequence[int], config: ModelConfig) -> None:
+    """Refuse what cannot be traced."""
+    if isinstance(tokens, str):
+        raise ValueError("token ids are traced here, and this is text: trace_model takes it")
+    if not config.routed_layers:
+        raise ValueError("this model has no routed block to look at: trace a run that routes")
+    if not tokens:
         raise ValueError("there is no token to trace: give a text that is not empty")
-    return ids
+    if max(tokens) >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token {max(tokens)}, and the model knows {config.vocab_size}: "
+            f"name the run's own with --tokenizer"
+        )
 
 
-def cut_text(tokenizer: "tokenizers.Tokenizer", tokens: Sequence[int]) -> list[str]:
+def cut_text(decode: Callable[[list[int]], str], tokens: Sequence[int]) -> list[str]:
     """The text of each token; together they are the text of all.
 
     A character of several tokens stands with its last one, the others have no text.
     """
-    stream = TextStream(lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+    stream = TextStream(decode)
     texts = [stream.add(token) for token in tokens]
     if texts:
         texts[-1] += stream.finish()

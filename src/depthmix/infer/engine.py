@@ -471,6 +471,8 @@ def read_prompt(prompt: Prompt) -> list[int]:
     """Token ids as plain numbers; anything else is refused with a sentence."""
     if isinstance(prompt, str | bytes):
         raise ValueError("a prompt is a list of token ids, not text: encode it first")
+    if not hasattr(prompt, "__iter__"):
+        raise ValueError("a prompt is a list of token ids, and generate takes a list of prompts")
     tokens = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
     if set(map(type, tokens)) <= {int}:
         return tokens

@@ -40,6 +40,8 @@ class Vocabulary(NamedTuple):
 
     def tokenize(self, text: str) -> list[int]:
         """A text's tokens and nothing else."""
+        if not isinstance(text, str):
+            raise ValueError(f"only text has tokens, and {text!r:.60} is none")
         try:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError as error:
@@ -47,6 +49,8 @@ class Vocabulary(NamedTuple):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens; an end token inside it is written by its name."""
+        if isinstance(tokens, str):
+            raise ValueError(f"{tokens!r:.60} is text already: decode takes token ids")
         return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 

@@ -4,7 +4,7 @@ Knows nothing of losses or optimisers.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -222,6 +222,7 @@ class Transformer(nn.Module):
         cache: ModelCache | None,
     ) -> None:
         config = self.config
+        refuse_text(tokens)
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens must be (batch, tokens), not {tuple(tokens.shape)}")
         # a cache knows its own room, and may hold many sequences in one row
@@ -242,6 +243,16 @@ class Transformer(nn.Module):
                 "a cache does not hold the future that top-k and capacities look at: decode with "
                 "selector 'predictor', 'router' or 'all'"
             )
+
+
+def refuse_text(tokens: Any) -> None:
+    """Refuse text, or whatever else is no tensor of ids."""
+    if not isinstance(tokens, Tensor) or tokens.is_floating_point():
+        kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(
+            f"tokens must be a tensor of ids, not {kind}: encode text first, or let "
+            f"depthmix.open_model(path).generate do that"
+        )
 
 
 def count_positions(document_ids: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from depthmix.kernels.recording import record_graph
 from depthmix.nn import Transformer
 from depthmix.nn.losses import RoutingLoss, routing_loss, token_loss
+from depthmix.nn.transformer import refuse_text
 from depthmix.train.distill import Distillation
 
 
@@ -128,6 +129,8 @@ class TrainStep:
         document_ids: Int[Tensor, "B T"] | None = None,
     ) -> StepLoss:
         """One step. With `cuda_graph`, the returned tensors are overwritten by the next call."""
+        refuse_text(tokens)
+        refuse_text(targets)
         inputs = (tokens, targets, document_ids)
         if not self.cuda_graph:
             return self._step(*inputs)
