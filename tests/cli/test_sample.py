@@ -435,3 +435,23 @@ def test_colours_decode_nothing_twice(
     calls.clear()
     ask(*wish, "--color")
     assert calls == plain
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_a_prompt_is_computed_once(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    steps, step = [0], Engine.step
+
+    def count(engine: Engine) -> Any:
+        steps[-1] += 1
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", count)
+    wish = ("--prompt", "line", "--max-tokens", max_tokens, "--stream", "--selector", "all")
+    for more in ((), ("--color",)):
+        told = ask(*wish, *more).out
+        steps.append(0)
+    # its last token went on, too, so all of it has brackets
+    assert re.search(r"\]2", told.split("\n\n", 1)[1][len("line") :])
+    assert steps[:2] == [max_tokens] * 2

@@ -160,9 +160,11 @@ def test_events_tell_the_result_bit_by_bit() -> None:
     texts: dict[Any, str] = defaultdict(str)
     tokens: dict[Any, list[int]] = defaultdict(list)
     paths: dict[Any, list[tuple[bool, ...]]] = defaultdict(list)
+    known: dict[Any, Any] = {}
     results = {}
-    for event in run_to_end(engine):
+    for event in (event for _ in iter(lambda: engine.has_work, False) for event in engine.step()):
         key = event.request, event.sample
+        known[key] = engine.list_paths(*key) or known[key]
         texts[key] += event.text
         assert event.token is not None
         tokens[key].append(event.token)
@@ -175,6 +177,9 @@ def test_events_tell_the_result_bit_by_bit() -> None:
         assert tokens[key] == list(result.tokens)
         # an event has the previous token's path: the prompt's last one, then its own
         assert tuple(paths[key]) == result.depth.blocks[-len(result.tokens) :]
+        # those of all tokens can be asked for while the sample runs
+        assert known[key] == result.depth.blocks[:-1]
+        assert engine.list_paths(*key) == ()
     assert results[numbers[0], 0].tokens == free.tokens
     # text still held back is emitted at the end
     assert results[numbers[2], 0].text == free.text[:11]

@@ -187,6 +187,14 @@ class Engine:
             keys = [key for key, track in self._tracks.items() if track.request == request]
             return [self._finish(key, None, "", (), "cancelled") for key in keys]
 
+    def list_paths(self, request: int, sample: int = 0) -> Sequence[Path]:
+        """Paths of a running sample's tokens, the prompt's first, as far as they are computed."""
+        with self._lock:
+            for track in self._tracks.values():
+                if (track.request, track.number) == (request, sample):
+                    return track.trail.read()
+        return ()
+
     def step(self) -> list[Event]:
         """Run one step of the requests that the scheduler chose; returns what is new.
 

@@ -284,11 +284,6 @@ class Show:
     def run(self, stopped: Callable[[], object] = lambda: False) -> None:
         """Generate and print, until all is done or `stopped` is true."""
         flowing = self.stream and self.num_samples == 1 and not self.as_json
-        paths: Sequence[Sequence[bool]] = ()
-        if flowing and self.shader is not None and self.echo:
-            # the prompt is shown at once, but its depth is known at the end of the sample
-            (look,) = self.sampler.engine.generate(self.prompts, SamplingParams(max_tokens=1))
-            paths = look.samples[0].depth.blocks
         # prompts that do not fit are refused here, before anything is printed
         numbers = {
             self.sampler.add(prompt, seed_prompt(self.params, text)): i
@@ -297,7 +292,7 @@ class Show:
         if self.shader is not None:
             self._write(self.shader.explain() + "\n\n")
         if flowing:
-            self._flow(stopped, paths)
+            self._flow(stopped)
             return
         for events in self.sampler.run(stopped):
             for event in events:
@@ -336,20 +331,29 @@ class Show:
         seconds = self.sampler.compile_seconds
         return f"{text}, compiled in {seconds:.1f} s" if seconds > NO_TIME else text
 
-    def _flow(self, stopped: Callable[[], object], paths: Sequence[Sequence[bool]]) -> None:
-        """One sample while it comes; `paths` are its prompt's."""
-        self._print_prompt(0, paths)
+    def _flow(self, stopped: Callable[[], object]) -> None:
+        """One sample while it comes."""
+        if self.shader is None:
+            self._print_prompt(0, ())
         for events in self.sampler.run(stopped):
             for event in events:
                 if self.shader is None:
                     self._print_text(event.text)
                 else:
+                    if not self._shaded:
+                        # the depth of the prompt is known with the first token
+                        self._print_prompt(0, self._find_paths(event)[: len(self.prompts[0])])
                     self._print_pieces(self._shade((0, 0), event).take())
                 if event.result is not None:
                     self.done[0, 0] = event.result
                     if self.shader is not None:
                         self._print_pieces(self._shaded.pop((0, 0)).finish())
         self._write("\n")
+
+    def _find_paths(self, event: Event) -> Sequence[Sequence[bool]]:
+        if event.result is not None:
+            return event.result.depth.blocks
+        return self.sampler.engine.list_paths(event.request, event.sample)
 
     def _shade(self, place: tuple[int, int], event: Event) -> DepthText:
         """A sample's text so far with the depth of its tokens."""
