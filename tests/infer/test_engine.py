@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthmix.infer import Engine, Event, Sample, SamplingParams
+from depthmix.infer import Engine, Event, Sample, SamplingParams, scores
 from depthmix.infer.engine import count_pages
 from depthmix.infer.paths.plain import Done, Runner, Work
 from depthmix.nn import Transformer
@@ -201,6 +201,48 @@ def test_logprobs_are_the_models_own() -> None:
         values, ids = expected_TV[place].topk(3)
         assert [a.token for a in alternatives] == ids.tolist()
         assert [a.logprob for a in alternatives] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+def test_a_text_is_scored_by_the_full_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scores, "CHUNK_TOKENS", 3)
+    engine = Engine(get_model(), max_batch=2)
+    tokens = make_tokens(get_model().config, 20).tolist()
+    # requests that run meanwhile do not mind
+    engine.add(PROMPT, SamplingParams(max_tokens=4))
+    engine.step()
+    found = engine.score(tokens, top=2)
+    run_to_end(engine)
+    assert_empty(engine)
+    logits_TV = get_model()(torch.tensor([tokens]), selector="predictor").logits[0]
+    logprobs_TV = logits_TV[:-1].log_softmax(-1)
+    expected = logprobs_TV.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor([each.logprob for each in found]), expected)
+    for place, each in enumerate(found):
+        values, ids = logprobs_TV[place].topk(2)
+        assert [other.token for other in each.top] == ids.tolist()
+        assert [other.logprob for other in each.top] == pytest.approx(values.tolist(), abs=1e-5)
+    assert engine.score([5]) == []
+    assert [each.top for each in engine.score([5, 6])] == [()]
+    for wrong, words in (([], "at least one token"), ([99], "not in the vocabulary")):
+        with pytest.raises(ValueError, match=words):
+            engine.score(wrong)
+    with pytest.raises(ValueError, match="top = -1"):
+        engine.score(PROMPT, top=-1)
+
+
+def test_events_tell_the_new_tokens_logprobs() -> None:
+    engine = Engine(get_model(), max_batch=2)
+    for number in (None, 0, 2):
+        engine.add(PROMPT, SamplingParams(max_tokens=4, logprobs=number))
+    events = run_to_end(engine)
+    for request, number in enumerate((None, 0, 2)):
+        told = [event.score for event in events if event.request == request]
+        (sample,) = [e.result for e in events if e.request == request and e.result]
+        if number is None:
+            assert told == [None] * 4
+            continue
+        tops = sample.top_logprobs or ((),) * 4
+        assert told == list(zip(sample.logprobs or (), tops, strict=True))
 
 
 def test_each_request_gets_the_logprobs_that_it_asked_for() -> None:

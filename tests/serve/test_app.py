@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ from served_models import (
     HeldEngine,
     Opened,
     make_config,
+    make_network,
     make_tokenizer,
     make_twin,
     open_service,
@@ -278,6 +280,92 @@ def test_an_echo_comes_before_the_text() -> None:
     play(scene())
 
 
+def test_an_echo_scores_the_prompt() -> None:
+    text = "once upon é"
+    prompts = [VOCABULARY.encode(text), [*VOCABULARY.encode("b"), 0, 200, 5], [7]]
+    network = make_network()
+
+    def score(tokens: list[int]) -> torch.Tensor:
+        return network(torch.tensor([tokens]), selector="predictor").logits[0].log_softmax(-1)
+
+    async def scene() -> None:
+        async with open_service() as server:
+            wish = {"seed": 2, "echo": True, "logprobs": 2}
+            for count in (0, 3):
+                found = await server.complete(prompt=prompts, max_tokens=count, **wish)
+                assert found["usage"]["completion_tokens"] == 3 * count
+                for tokens, choice in zip(prompts, found["choices"], strict=True):
+                    told = choice["logprobs"]
+                    assert len(told["tokens"]) == len(tokens) + count
+                    assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+                    truth = score(tokens)
+                    for place, token in enumerate(tokens[1:]):
+                        logprob = told["token_logprobs"][place + 1]
+                        top = told["top_logprobs"][place + 1]
+                        assert logprob == pytest.approx(truth[place, token].item(), abs=1e-5)
+                        assert len(top) == 2
+                        assert max(top.values()) == pytest.approx(
+                            truth[place].max().item(), abs=1e-5
+                        )
+                        # whoever asks whether greedy would give it compares these
+                        assert logprob < max(top.values()) or told["tokens"][place + 1] in top
+                    assert choice["finish_reason"] == "length"
+            (sample,) = generate(prompts[0], max_tokens=3, seed=2)
+            same = await server.complete(prompt=text, max_tokens=3, **wish)
+            (choice,) = same["choices"]
+            assert choice["text"] == f"{text}{sample.text}"
+            told, wanted = choice["logprobs"], found["choices"][0]["logprobs"]
+            assert told["token_logprobs"] == wanted["token_logprobs"]
+            # the end token begins the document and is not shown; two bytes are one character
+            assert told["text_offset"][:14] == [0, *range(11), 10, 11]
+            shift = len("<|endoftext|>")
+            assert wanted["text_offset"][:14] == [
+                0,
+                *range(shift, shift + 11),
+                shift + 10,
+                shift + 11,
+            ]
+            bare = await server.complete(
+                prompt="ab", max_tokens=0, **{**wish, "logprobs": 0, "n": 2, "depth": True}
+            )
+            assert [choice["text"] for choice in bare["choices"]] == ["ab", "ab"]
+            assert bare["choices"][1]["logprobs"]["top_logprobs"] is None
+            assert len(bare["choices"][1]["depth"]["prompt"]) == 3
+            assert bare["choices"][1]["depth"]["completion"] == []
+
+    play(scene())
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_streams_logprobs_are_the_whole_answers(echo: bool) -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+            # a stop string holds text back, and not its tokens' scores
+            wish: dict[str, Any] = {"seed": 5, "n": 2, "stop": "no such text", "logprobs": 2}
+            wish |= {"prompt": ["once", "b"], "echo": echo}
+            for count in (0, 9) if echo else (9,):
+                wish["max_tokens"] = count
+                whole = await server.complete(**wish)
+                streamed = await server.ask("/v1/completions", stream=True, **wish)
+                pieces = [event["choices"][0] for event in read_stream(streamed.text)]
+                for choice in whole["choices"]:
+                    told = [p for p in pieces if p["index"] == choice["index"]]
+                    assert "".join(p["text"] for p in told) == choice["text"]
+                    logprobs = [p["logprobs"] for p in told if p["logprobs"] is not None]
+                    for name, wanted in choice["logprobs"].items():
+                        assert [x for each in logprobs for x in each[name]] == wanted
+            chat: dict[str, Any] = {"seed": 5, "max_tokens": 9, "logprobs": True}
+            chat |= {"top_logprobs": 2, "messages": [{"role": "user", "content": "hi"}]}
+            answer = await server.ask("/v1/chat/completions", **chat)
+            streamed = await server.ask("/v1/chat/completions", stream=True, **chat)
+            found = [event["choices"][0]["logprobs"] for event in read_stream(streamed.text)]
+            content = [each for piece in found if piece for each in piece["content"]]
+            assert content == answer.json()["choices"][0]["logprobs"]["content"]
+            assert len(content) == 9
+
+    play(scene())
+
+
 def test_tokens_and_texts_are_translated() -> None:
     async def scene() -> None:
         async with open_service() as server:
@@ -420,8 +508,6 @@ def test_preemptions_are_counted() -> None:
         ({"logit_bias": {"1": 2}}, "logit_bias", "'logit_bias' is not supported"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "'frequency_penalty' is not supported"),
         ({"presence_penalty": -1}, "presence_penalty", "'presence_penalty' is not supported"),
-        ({"echo": True, "logprobs": 1}, "echo", "'echo' with logprobs is not supported"),
-        ({"stream": True, "logprobs": 1}, "logprobs", "not supported while streaming"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "is for streams"),
         ({"stream": True, "stream_options": {"x": 1}}, "x", "'x' is not supported"),
         ({"prompt": 7}, "prompt", "must be a text"),
@@ -436,7 +522,7 @@ def test_preemptions_are_counted() -> None:
         ({"prompt": [257]}, None, "is no token"),
         ({"prompt": [10**40]}, None, "is no token"),
         ({"prompt": "x" * 600}, None, "512 are allowed"),
-        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 0}, "max_tokens", "needs echo: set echo to true"),
         ({"max_tokens": "5"}, "max_tokens", "valid integer"),
         ({"max_tokens": True}, "max_tokens", "valid integer"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),

@@ -1,8 +1,10 @@
 """One thread owns the engine: what goes in comes out, and nothing that fails is left waiting."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -122,10 +124,66 @@ def test_what_the_engine_refuses_is_told_and_leaves_nothing() -> None:
         async with work(engine) as worker:
             job = worker.submit([[5], [999]], SIX)
             with pytest.raises(RefusedError, match="token 999 is not in the vocabulary"):
-                await job.wait_admitted()
+                await job.wait_begun()
             assert not engine.has_work
             assert worker.num_open == 0
-            await worker.submit([[5]], SIX).wait_admitted()
+            await worker.submit([[5]], SIX).wait_begun()
+
+    play(scene())
+
+
+def test_prompts_are_scored_one_at_a_time_between_the_others_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scene() -> None:
+        engine = HeldEngine()
+        num_scored: list[int] = []
+        steps: list[int] = []
+        gate = threading.Event()
+        score = engine.score
+
+        def watch(prompt: list[int], **options: Any) -> Any:
+            num_scored.append(len(prompt))
+            steps.append(engine.num_steps)
+            if prompt[0] == 9:
+                raise MemoryError
+            if prompt[0] == 3:
+                gate.wait()
+            return score(prompt, **options)
+
+        monkeypatch.setattr(engine, "score", watch)
+        async with work(engine) as worker:
+            job = worker.submit([[5, 6], [5, 6, 7], [8] * 4], SIX, scores=True)
+            assert job.num_open == 9
+            await job.wait_begun()
+            assert [len(job.scores[number]) for number in range(3)] == [1, 2, 3]
+            assert num_scored == [2, 3, 4]
+            assert steps == [0, 1, 2]
+            assert len(await read_all(job)) == 6
+            # one that fails ends its own request only
+            other, bad = worker.submit([[5]], SIX), worker.submit([[7, 7], [9]], SIX, scores=True)
+            with pytest.raises(FailedError, match="out of memory"):
+                await bad.wait_begun()
+            assert len(await read_all(other)) == 2
+            await worker.wait_idle()
+            assert engine.pages.num_used == 0
+            # one that is cancelled is not scored
+            del num_scored[:]
+            worker.cancel(worker.submit([[3], [4], [4]], SIX, scores=True))
+            gate.set()
+            await worker.wait_idle()
+            assert num_scored in ([], [1])
+            # nor one that is there when the server ends, which is told
+            gate.clear()
+            job = worker.submit([[3], [4]], SIX, scores=True)
+            stop = asyncio.create_task(worker.stop())
+            # it has ordered the end by now
+            await asyncio.sleep(0)
+            gate.set()
+            await stop
+            with pytest.raises(UnavailableError):
+                await job.wait_begun()
+            assert worker.num_open == 0
 
     play(scene())
 
@@ -144,7 +202,7 @@ def test_a_failed_step_ends_its_own_requests_only() -> None:
             hit = [worker.submit([[5]], LONG), worker.submit([[6]], LONG)]
             spared = worker.submit([[7]], SamplingParams(max_tokens=6, seed=3))
             for job in (*hit, spared):
-                await job.wait_admitted()
+                await job.wait_begun()
             engine.gate.release(3)
             for job in hit:
                 with pytest.raises(FailedError, match="ran out of memory") as caught:

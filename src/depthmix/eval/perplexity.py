@@ -18,14 +18,12 @@ from depthmix import flops
 from depthmix.config import ModelConfig
 from depthmix.data.shards import Corpus
 from depthmix.eval.trace import Window, cut_windows
+from depthmix.infer.scores import compute_hidden, iterate_logits
 from depthmix.models import begin_document
 from depthmix.nn import Transformer
 from depthmix.nn.losses import IGNORE
 from depthmix.nn.transformer import Hidden
 from depthmix.train.evaluate import bits_per_byte
-
-# logits of so many tokens at once
-CHUNK_TOKENS = 1024
 
 
 class Stream(NamedTuple):
@@ -120,17 +118,12 @@ def score_rows(
     model: Transformer, batch: Padded, selector: str | None
 ) -> tuple[Float[Tensor, "B T"], Int[Tensor, "B T"], Hidden]:
     """Loss of each target in nats, 0 where there is none; the most probable token there."""
-    kind = batch.tokens.device.type
-    # as training computes there; routers score in float32 all the same
-    with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
-        found = model.compute_hidden(batch.tokens, selector=selector, document_ids=batch.documents)
+    found = compute_hidden(model, batch.tokens, selector, batch.documents)
     losses, best = [], []
     flat_targets = batch.targets.flatten()
-    # bf16 logits would blur what is compared here
-    flat = found.hidden.to(model.head.weight.dtype).flatten(0, 1)
-    for start in range(0, len(flat), CHUNK_TOKENS):
-        logits_TV = model.head(flat[start : start + CHUNK_TOKENS]).float()
-        targets_T = flat_targets[start : start + CHUNK_TOKENS]
+    for logits_TV in iterate_logits(model, found.hidden.flatten(0, 1)):
+        start = sum(map(len, best))
+        targets_T = flat_targets[start : start + len(logits_TV)]
         losses.append(
             torch.nn.functional.cross_entropy(
                 logits_TV, targets_T, ignore_index=IGNORE, reduction="none"

@@ -20,12 +20,14 @@ from depthmix.config import ModelConfig
 from depthmix.infer.depth import DepthMeter, Path
 from depthmix.infer.pages import Pages
 from depthmix.infer.paths.plain import Runner, find_obstacle
-from depthmix.infer.results import Event, Finish, Result, Sample, Stats
+from depthmix.infer.results import Event, Finish, Result, Sample, Stats, TokenScore
 from depthmix.infer.sampling import SamplingParams
 from depthmix.infer.scheduler import Plan, Scheduler
+from depthmix.infer.scores import score_tokens
 from depthmix.infer.steps import Flight, Report, StepRunner
 from depthmix.infer.text import TextStream
 from depthmix.infer.track import Track
+from depthmix.kernels.recording import turns
 from depthmix.nn import Transformer
 
 # seeds of a request's samples lie this far apart: no two requests' samples meet by counting up
@@ -178,6 +180,24 @@ class Engine:
         """Put a request in line; returns its number, which its events carry."""
         return self._add(read_prompt(prompt), params)
 
+    def score(self, prompt: Prompt, *, top: int = 0) -> list[TokenScore]:
+        """For each token of a text but the first: how probable it is after those before it.
+
+        By the model's own full pass, apart from all requests, with the `top` most probable tokens
+        at each place. Like `step`, by one thread at a time.
+        """
+        tokens = read_prompt(prompt)
+        self._check_prompt(tokens)
+        if top < 0:
+            raise ValueError(f"top = {top} must be at least 0")
+        device = self.model.embedding.weight.device
+        # other threads' engines launch their steps between two of these
+        with self._own_steps(), turns:
+            if device.type != "cuda":
+                return score_tokens(self.model, tokens, self.selector, top)
+            with torch.cuda.device(device):
+                return score_tokens(self.model, tokens, self.selector, top)
+
     def cancel(self, request: int) -> list[Event]:
         """End a request's samples where they stand; a request that is done, or never was, is fine.
 
@@ -294,8 +314,7 @@ class Engine:
                 )
         return request
 
-    def _check(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Refuse what can never be done; returns how many tokens may come."""
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
         config = self.config
         if len(prompt) == 0:
             raise ValueError("a prompt needs at least one token")
@@ -310,6 +329,11 @@ class Engine:
                 f"token {wrong} is not in the vocabulary of {config.vocab_size}: is this the "
                 f"model's tokenizer?"
             )
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        """Refuse what can never be done; returns how many tokens may come."""
+        config = self.config
+        self._check_prompt(prompt)
         if params.stop and self.decode is None:
             raise ValueError("stop strings need text: give the engine a `decode` function")
         max_new = min(params.max_tokens, config.max_seq_len - len(prompt) + 1)
@@ -394,7 +418,8 @@ class Engine:
                     events.append(self._finish(key, token, text, path, finish))
                     continue
                 alive.append(key)
-                events.append(Event(track.request, track.number, token, text, path, None))
+                score = track.read_score()
+                events.append(Event(track.request, track.number, token, text, path, None, score))
         finally:
             self.scheduler.append(*alive)
 
@@ -420,7 +445,8 @@ class Engine:
         self.scheduler.remove(key)
         track = self._tracks.pop(key)
         rest, result = track.end(finish, error)
-        return Event(track.request, track.number, token, text + rest, path, result)
+        score = None if token is None else track.read_score()
+        return Event(track.request, track.number, token, text + rest, path, result, score)
 
 
 # not a method: an engine that refers to itself would keep its memory until the next collection

@@ -14,6 +14,14 @@ class Alternative(NamedTuple):
     logprob: float
 
 
+class TokenScore(NamedTuple):
+    """How probable a token was, under the model itself."""
+
+    logprob: float
+    top: tuple[Alternative, ...]
+    """The most probable tokens at its position, as many as requested."""
+
+
 class Sample(NamedTuple):
     """A finished sample."""
 
@@ -47,6 +55,8 @@ class Event(NamedTuple):
     """The routed blocks that the previous token went through."""
     result: Sample | None
     """The finished sample, if this event ends it."""
+    score: TokenScore | None = None
+    """The new token's; None unless requested."""
 
 
 class Result(NamedTuple):

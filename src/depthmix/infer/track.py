@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from depthmix.infer.depth import DepthMeter, Trail
-from depthmix.infer.results import Alternative, Finish, Sample
+from depthmix.infer.results import Alternative, Finish, Sample, TokenScore
 from depthmix.infer.sampling import SamplingParams
 from depthmix.infer.text import TextStream
 
@@ -43,6 +43,12 @@ class Track:
     def num_new(self) -> int:
         """Number of tokens generated."""
         return len(self.tokens) - self.num_prompt
+
+    def read_score(self) -> TokenScore | None:
+        """The newest token's log-probabilities, if they were requested."""
+        if not self.logprobs:
+            return None
+        return TokenScore(self.logprobs[-1], self.top_logprobs[-1] if self.top_logprobs else ())
 
     def list_tokens(self, start: int, count: int) -> np.ndarray | list[int]:
         """Tokens from position `start` on; fewer if a step in flight has yet to draw some."""

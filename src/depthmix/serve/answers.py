@@ -7,14 +7,15 @@ nor the engine's thread.
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
 from depthmix.config import ModelConfig
-from depthmix.infer import Event, Sample
+from depthmix.infer import Event, Sample, TokenScore
 from depthmix.infer.depth import Path
+from depthmix.infer.text import TextStream
 from depthmix.models import Chat, Vocabulary
 from depthmix.serve.problems import FailedError
 from depthmix.serve.shapes import (
@@ -69,9 +70,13 @@ class Draft(ABC):
         self.starts: list[list[int]] = [[] for _ in range(num)]
         """Of each choice, how much text was certain when each of its tokens came."""
         self._num_chars = [0] * num
+        self.scores: Mapping[int, list[TokenScore]] = {}
+        """Of each prompt's tokens but the first, where they were asked for."""
 
-    def take(self, choice: int, event: Event) -> None:
-        """Record an event."""
+    def take(self, choice: int, event: Event) -> Event:
+        """Record an event; returns what is shown of it."""
+        if self.wish.count_tokens() == 0:
+            event = hide_token(event)
         if event.token is not None:
             self.starts[choice].append(self._num_chars[choice])
         self._num_chars[choice] += len(event.text)
@@ -79,6 +84,7 @@ class Draft(ABC):
             if event.result.finish == "failed":
                 raise FailedError("the text of this request could not be decoded")
             self.samples[choice] = event.result
+        return event
 
     def list_samples(self) -> list[Sample]:
         """All of them; each has ended."""
@@ -172,14 +178,25 @@ class CompletionDraft(Draft):
     def start_stream(self) -> Iterator[CompletionAnswer]:
         if self.echoes is not None:
             for index in range(len(self.samples)):
-                yield self._make([CompletionChoice(index=index, text=self._echo(index))])
+                told = self._score_prompt(index) if self.scores else None
+                piece = CompletionChoice(index=index, text=self._echo(index), logprobs=told)
+                yield self._make([piece])
 
     def continue_stream(self, choice: int, event: Event) -> CompletionAnswer | None:
         depth = self.make_step_path(event)
-        if not event.text and event.result is None and depth is None:
+        if not event.text and event.result is None and depth is None and event.score is None:
             return None
-        finish = None if event.result is None else name_finish(event.result)
-        piece = CompletionChoice(index=choice, text=event.text, finish_reason=finish, depth=depth)
+        logprobs = None
+        if event.token is not None and event.score is not None:
+            start = self.starts[choice][-1] + len(self._echo(choice))
+            logprobs = self._join_logprobs([event.token], [event.score], [start])
+        piece = CompletionChoice(
+            index=choice,
+            text=event.text,
+            logprobs=logprobs,
+            finish_reason=None if event.result is None else name_finish(event.result),
+            depth=depth,
+        )
         return self._make([piece])
 
     def end_stream(self) -> CompletionAnswer:
@@ -199,19 +216,52 @@ class CompletionDraft(Draft):
     def _list_logprobs(self, index: int, sample: Sample) -> CompletionLogprobs | None:
         if sample.logprobs is None:
             return None
-        spell = self.model.spell
+        num_before = len(self._echo(index))
+        starts = [num_before + start for start in self.starts[index]]
+        own = self._join_logprobs(sample.tokens, list_scores(sample), starts)
+        if not self.scores:
+            return own
+        told = self._score_prompt(index)
         tops = None
-        if sample.top_logprobs is not None:
+        if told.top_logprobs is not None and own.top_logprobs is not None:
+            tops = told.top_logprobs + own.top_logprobs
+        return CompletionLogprobs(
+            tokens=told.tokens + own.tokens,
+            token_logprobs=told.token_logprobs + own.token_logprobs,
+            top_logprobs=tops,
+            text_offset=told.text_offset + own.text_offset,
+        )
+
+    def _score_prompt(self, index: int) -> CompletionLogprobs:
+        number = index // self.wish.n
+        tokens, model = self.prompts[number], self.model
+        begins = tokens[0] == model.vocabulary.end_token
+        # what begins a document is put before a text, and no part of it
+        num_hidden = int(begins and not self._echo(index).startswith(model.spell(tokens[0])))
+        text = TextStream(model.vocabulary.decode)
+        starts, num_chars = [0] * num_hidden, 0
+        for token in tokens[num_hidden:]:
+            starts.append(num_chars)
+            num_chars += len(text.add(token))
+        return self._join_logprobs(tokens, [None, *self.scores[number]], starts)
+
+    def _join_logprobs(
+        self, tokens: Sequence[int], scores: Sequence[TokenScore | None], starts: list[int]
+    ) -> CompletionLogprobs:
+        spell, tops = self.model.spell, None
+        if self.wish.count_logprobs():
             # the best first; of two that are spelled alike, the better one stays
             tops = [
-                dict(reversed({spell(t): p for t, p in reversed(place)}.items()))
-                for place in sample.top_logprobs
+                dict(reversed({spell(t): p for t, p in reversed(score.top)}.items()))
+                if score is not None
+                else None
+                for score in scores
             ]
         return CompletionLogprobs(
-            tokens=[spell(token) for token in sample.tokens],
-            token_logprobs=list(sample.logprobs),
+            tokens=[spell(token) for token in tokens],
+            token_logprobs=[None if score is None else score.logprob for score in scores],
             top_logprobs=tops,
-            text_offset=self.starts[index],
+            text_offset=starts,
         )
 
 
@@ -229,7 +279,7 @@ class ChatDraft(Draft):
                 ChatChoice(
                     index=index,
                     message=AssistantMessage(content=sample.text or ""),
-                    logprobs=self._list_logprobs(sample),
+                    logprobs=self._list_logprobs(sample.tokens, list_scores(sample)),
                     finish_reason=name_finish(sample),
                     depth=self.list_paths(index),
                 )
@@ -244,11 +294,19 @@ class ChatDraft(Draft):
 
     def continue_stream(self, choice: int, event: Event) -> ChatChunk | None:
         depth = self.make_step_path(event)
-        if not event.text and event.result is None and depth is None:
+        if not event.text and event.result is None and depth is None and event.score is None:
             return None
-        finish = None if event.result is None else name_finish(event.result)
-        delta: dict[Literal["role", "content"], str] = {"content": event.text} if event.text else {}
-        return self._make([ChatDelta(index=choice, delta=delta, finish_reason=finish, depth=depth)])
+        logprobs = None
+        if event.token is not None and event.score is not None:
+            logprobs = self._list_logprobs([event.token], [event.score])
+        piece = ChatDelta(
+            index=choice,
+            delta={"content": event.text} if event.text else {},
+            logprobs=logprobs,
+            finish_reason=None if event.result is None else name_finish(event.result),
+            depth=depth,
+        )
+        return self._make([piece])
 
     def end_stream(self) -> ChatChunk:
         return self._make([], self.sum_usage())
@@ -257,17 +315,18 @@ class ChatDraft(Draft):
         name = self.model.name
         return ChatChunk(id=self.id, created=self.created, model=name, choices=choices, usage=usage)
 
-    def _list_logprobs(self, sample: Sample) -> ChatLogprobs | None:
-        if sample.logprobs is None:
+    def _list_logprobs(
+        self, tokens: Sequence[int], scores: Sequence[TokenScore]
+    ) -> ChatLogprobs | None:
+        if self.wish.count_logprobs() is None:
             return None
-        tops = sample.top_logprobs or ((),) * len(sample.tokens)
         return ChatLogprobs(
             content=[
                 TokenLogprob(
-                    **self._tell_token(token, logprob),
-                    top_logprobs=[TopLogprob(**self._tell_token(*other)) for other in place],
+                    **self._tell_token(token, score.logprob),
+                    top_logprobs=[TopLogprob(**self._tell_token(*other)) for other in score.top],
                 )
-                for token, logprob, place in zip(sample.tokens, sample.logprobs, tops, strict=True)
+                for token, score in zip(tokens, scores, strict=True)
             ]
         )
 
@@ -275,6 +334,23 @@ class ChatDraft(Draft):
         text = self.model.vocabulary.decode([token])
         known = None if REPLACEMENT in text else list(text.encode())
         return {"token": self.model.spell(token), "logprob": logprob, "bytes": known}
+
+
+def list_scores(sample: Sample) -> list[TokenScore]:
+    """Each token's log-probability and alternatives; none where they were not asked for."""
+    logprobs = sample.logprobs or ()
+    tops = sample.top_logprobs or ((),) * len(logprobs)
+    return [TokenScore(*each) for each in zip(logprobs, tops, strict=True)]
+
+
+def hide_token(event: Event) -> Event:
+    """The same without its token, where only the prompt is wanted."""
+    result = event.result
+    if result is not None and result.finish != "failed":
+        none: dict[str, Any] = {"tokens": (), "text": "", "finish": "length"}
+        none |= {"logprobs": result.logprobs and (), "top_logprobs": result.top_logprobs and ()}
+        result = result._replace(**none)
+    return event._replace(token=None, text="", result=result, score=None)
 
 
 def format_path(path: Path) -> str:

@@ -217,13 +217,14 @@ class Service:
         """Put a request in line; its answer, or the stream of it."""
         wish, worker = draft.wish, lane.worker
         room = lane.count_room(max(map(len, draft.prompts)))
-        params = wish.make_params(max_tokens=wish.count_tokens() or room, end_tokens=ends)
-        job = worker.submit(draft.prompts, params)
+        params = wish.make_params(room=room, end_tokens=ends)
+        job = worker.submit(draft.prompts, params, scores=wish.scores_prompts)
+        draft.scores = job.scores
         outcome = "cancelled"
         is_stream = False
         try:
             # what the engine refuses is told before a stream begins
-            is_here = await race(job.wait_admitted(), request.receive)
+            is_here = await race(job.wait_begun(), request.receive)
             if is_here and wish.stream:
                 is_stream = True
                 return EventStream(self, draft, job, request)
@@ -350,8 +351,7 @@ class EventStream(Response):
             while news := await self.job.read():
                 pieces = []
                 for choice, event in news:
-                    draft.take(choice, event)
-                    piece = draft.continue_stream(choice, event)
+                    piece = draft.continue_stream(choice, draft.take(choice, event))
                     if piece is not None:
                         pieces.append(encode_shape(piece))
                 if pieces:

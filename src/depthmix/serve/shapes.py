@@ -169,13 +169,12 @@ class SamplingShape(WishShape):
                 "'{name}' is for streams: set stream, or leave it out",
                 {"name": "stream_options"},
             )
-        if self.stream and self.count_logprobs() is not None:
-            raise PydanticCustomError(
-                "unsupported",
-                "'{name}' is not supported while streaming: leave out one of the two",
-                {"name": "logprobs"},
-            )
         return self
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether the prompts' own log-probabilities are asked for."""
+        return False
 
     @property
     def includes_usage(self) -> bool:
@@ -190,12 +189,16 @@ class SamplingShape(WishShape):
         """Limit on the new tokens; None if the request sets none."""
         return self.max_tokens
 
-    def make_params(self, *, max_tokens: int, end_tokens: Sequence[int]) -> SamplingParams:
-        """The same wishes as the engine takes them."""
+    def make_params(self, *, room: int, end_tokens: Sequence[int]) -> SamplingParams:
+        """The same wishes as the engine takes them; `room` is the limit if the request sets none.
+
+        The engine draws one token at least: of none, `Draft` shows none.
+        """
+        count = self.count_tokens()
         ends = () if self.ignore_eos else end_tokens
         try:
             return SamplingParams(
-                max_tokens=max_tokens,
+                max_tokens=room if count is None else max(1, count),
                 temperature=self.temperature,
                 top_k=max(self.top_k, 0),
                 top_p=self.top_p,
@@ -215,20 +218,26 @@ class CompletionWish(SamplingShape):
     """`POST /v1/completions`."""
 
     prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool = False
     """Put the prompt before the text."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
     def check_echo(self) -> "CompletionWish":
-        """The engine does not score prompts."""
-        if self.echo and self.logprobs is not None:
+        """Nothing at all is no answer."""
+        if self.max_tokens == 0 and not self.echo:
             raise PydanticCustomError(
                 "unsupported",
-                "'{name}' with logprobs is not supported: leave out one of the two",
-                {"name": "echo"},
+                "'{name}' = 0 needs echo: set echo to true, or ask for a token",
+                {"name": "max_tokens"},
             )
         return self
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether the prompts' own log-probabilities are asked for."""
+        return self.echo and self.logprobs is not None
 
     def count_logprobs(self) -> int | None:
         """As many alternatives as `logprobs` says."""
@@ -354,8 +363,9 @@ class CompletionLogprobs(BaseModel):
     """The log-probabilities of a completion, as lists."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    """A prompt's first token has none."""
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -433,6 +443,7 @@ class ChatDelta(BaseModel):
 
     index: int
     delta: dict[Literal["role", "content"], str]
+    logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
     depth: StepPath | None = None
 

@@ -10,13 +10,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Literal, NamedTuple
 
-from depthmix.infer import Engine, Event, SamplingParams
+from depthmix.infer import Engine, Event, SamplingParams, TokenScore
 from depthmix.infer.results import Stats
 from depthmix.serve.metrics import Metrics
 from depthmix.serve.problems import (
@@ -51,27 +52,46 @@ class Told(NamedTuple):
     event: Event
 
 
+class Scored(NamedTuple):
+    """One of a request's prompts, scored."""
+
+    number: int
+    scores: list[TokenScore]
+    """Of each token but the first."""
+
+
 class Job:
     """A client's request: some prompts with the same wishes. Belongs to the server's loop."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, scores: bool = False
+    ) -> None:
+        """`scores` asks for the prompts' log-probabilities, too."""
         self.prompts, self.params = prompts, params
-        self.num_open = self.num_samples = len(prompts) * params.n
-        """Samples that have not ended."""
+        self.scores: dict[int, list[TokenScore]] = {}
+        """By the prompts' numbers."""
+        self.num_scores = len(prompts) if scores else 0
+        self.num_open = self.num_samples = len(prompts) * params.n + self.num_scores
+        """Samples that have not ended, and prompts to be scored: each counts as one."""
         self.start_seconds = time.monotonic()
         self._news: list[Told] = []
         self._problem: ServeError | None = None
-        self._admitted, self._bell = asyncio.Event(), asyncio.Event()
+        self._begun, self._bell = asyncio.Event(), asyncio.Event()
 
     @property
     def is_done(self) -> bool:
         """Whether nothing more will come."""
         return self.num_open == 0
 
-    async def wait_admitted(self) -> None:
-        """Until the engine has taken it; raises why not."""
-        await self._admitted.wait()
-        if self._problem is not None and not self._news:
+    @property
+    def is_scored(self) -> bool:
+        """Whether its prompts have what was asked for."""
+        return len(self.scores) == self.num_scores
+
+    async def wait_begun(self) -> None:
+        """Until the engine has taken it and its prompts are scored; raises why not."""
+        await self._begun.wait()
+        if self._problem is not None and not (self._news and self.is_scored):
             raise self._problem
 
     async def read(self) -> list[Told]:
@@ -84,16 +104,20 @@ class Job:
             raise self._problem
         return news
 
-    def _hear(self, news: "Told | ServeError | None") -> int:
+    def _hear(self, news: "_Word") -> int:
         """Take the worker's news; returns how many samples ended with it."""
         num_before = self.num_open
         if isinstance(news, ServeError):
             if num_before:
                 self._problem, self.num_open = news, 0
+        elif isinstance(news, Scored):
+            self.scores[news.number] = news.scores
+            self.num_open -= 1
         elif news is not None:
             self._news.append(news)
             self.num_open -= news.event.result is not None
-        self._admitted.set()
+        if self.is_scored or self._problem is not None:
+            self._begun.set()
         self._bell.set()
         return num_before - self.num_open
 
@@ -115,7 +139,8 @@ class _Order(NamedTuple):
     job: Job | None = None
 
 
-_News = tuple[Job, Told | ServeError | None]
+_Word = Told | Scored | ServeError | None
+_News = tuple[Job, _Word]
 
 
 class Worker:
@@ -139,6 +164,8 @@ class Worker:
         self._orders: SimpleQueue[_Order] = SimpleQueue()
         # the thread's own, in the order of arrival
         self._prompts: dict[int, _Prompt] = {}
+        # which of a job's prompts are to be scored
+        self._unscored: deque[tuple[Job, int]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
         # the state is changed from both sides
@@ -174,10 +201,12 @@ class Worker:
             raise UnavailableError(SORRY.get(self.state, SORRY["loading"]))
         return self.engine
 
-    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Job:
-        """Put a request in line, or say why not."""
+    def submit(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, scores: bool = False
+    ) -> Job:
+        """Put a request in line, or say why not; `scores` as for `Job`."""
         engine = self.check_open()
-        job = Job(prompts, params)
+        job = Job(prompts, params, scores=scores)
         room = engine.pages.num_rows + self.max_queue
         if job.num_samples > room:
             raise RefusedError(
@@ -218,6 +247,9 @@ class Worker:
             self._show()
             self._enter("ready")
             while self._take_orders():
+                if self._unscored:
+                    # one at a time, as the others' tokens wait for it
+                    self._score(self.engine, *self._unscored.popleft())
                 if self.engine.has_work:
                     self._step(self.engine)
             self._enter("stopped")
@@ -242,7 +274,7 @@ class Worker:
         assert self.engine is not None
         while True:
             try:
-                order = self._orders.get(block=not self.engine.has_work)
+                order = self._orders.get(block=not (self.engine.has_work or self._unscored))
             except Empty:
                 return True
             if order.what == "stop":
@@ -271,10 +303,24 @@ class Worker:
                 problem = FailedError(describe_failure(error))
             self._report([(job, problem)])
             return
+        self._unscored += [(job, number) for number in range(job.num_scores)]
         self.metrics.tokens_in.inc(sum(map(len, job.prompts)))
         self._report([(job, None)])
 
+    def _score(self, engine: Engine, job: Job, number: int) -> None:
+        try:
+            scores = engine.score(job.prompts[number], top=job.params.logprobs or 0)
+        except Exception as error:
+            logger.exception("a prompt could not be scored")
+            self._fail(engine, [job], FailedError(describe_failure(error)))
+        else:
+            self._report([(job, Scored(number, scores))])
+
     def _cancel(self, engine: Engine, job: Job) -> None:
+        # the job is done when it has all of them
+        dropped = [Scored(number, []) for other, number in self._unscored if other is job]
+        self._drop_scores([job])
+        self._report([(job, scored) for scored in dropped])
         requests = [key for key, prompt in self._prompts.items() if prompt.job is job]
         self._pass_on([event for request in requests for event in engine.cancel(request)])
 
@@ -307,12 +353,19 @@ class Worker:
                 break
             jobs[prompt.job] = None
             num_rows -= prompt.num_left
+        self._fail(engine, jobs, problem)
+
+    def _fail(self, engine: Engine, jobs: Collection[Job], problem: ServeError) -> None:
+        self._drop_scores(jobs)
         for request, prompt in list(self._prompts.items()):
             if prompt.job in jobs:
                 # if this raises too, the engine is broken
                 engine.cancel(request)
                 del self._prompts[request]
         self._report([(job, problem) for job in jobs])
+
+    def _drop_scores(self, jobs: Collection[Job]) -> None:
+        self._unscored = deque(each for each in self._unscored if each[0] not in jobs)
 
     def _pass_on(self, events: Sequence[Event]) -> None:
         """Hand events to their requests, all at once: a call for each would cost too much."""
@@ -359,7 +412,9 @@ class Worker:
     def _turn_away(self, problem: ServeError) -> None:
         """Fail all requests that still wait."""
         jobs = {prompt.job: None for prompt in self._prompts.values()}
+        jobs |= {job: None for job, _ in self._unscored}
         self._prompts.clear()
+        self._unscored.clear()
         self._post([(job, problem) for job in jobs])
         # the loop asks for the state before it orders: after the next turn of it none can come
         self._post([], then=self._refuse_orders)

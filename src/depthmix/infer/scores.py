@@ -1,0 +1,63 @@
+"""How probable given tokens are, by the model's own full pass: no cache, no steps.
+
+Owns in which type such a pass computes, and that the logits of a long text are never there at once.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from depthmix.infer.results import Alternative, TokenScore
+from depthmix.nn import Transformer
+from depthmix.nn.transformer import Hidden
+
+# logits of so many tokens at once
+CHUNK_TOKENS = 1024
+
+
+def compute_hidden(
+    model: Transformer,
+    tokens: Int[Tensor, "B T"],
+    selector: str | None,
+    document_ids: Int[Tensor, "B T"] | None = None,
+) -> Hidden:
+    """The model's full pass, in the types that training computes in."""
+    kind = tokens.device.type
+    # routers score in float32 all the same
+    with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
+        return model.compute_hidden(tokens, selector=selector, document_ids=document_ids)
+
+
+def iterate_logits(
+    model: Transformer, hidden: Float[Tensor, "T D"]
+) -> Iterator[Float[Tensor, "C V"]]:
+    """float32 logits of all tokens, some tokens at a time."""
+    # bf16 logits would blur what is compared by them
+    hidden = hidden.to(model.head.weight.dtype)
+    for start in range(0, len(hidden), CHUNK_TOKENS):
+        yield model.head(hidden[start : start + CHUNK_TOKENS]).float()
+
+
+@torch.inference_mode()
+def score_tokens(
+    model: Transformer, tokens: Sequence[int], selector: str | None, top: int
+) -> list[TokenScore]:
+    """For each token but the first, its log-probability and the `top` most probable tokens."""
+    if len(tokens) < 2:
+        return []
+    ids = torch.tensor([tokens], device=model.embedding.weight.device)
+    found = compute_hidden(model, ids[:, :-1], selector)
+    scores: list[TokenScore] = []
+    for logits_CV in iterate_logits(model, found.hidden[0]):
+        first = len(scores) + 1
+        logprobs_CV = logits_CV.log_softmax(-1)
+        targets_C1 = ids[0, first : first + len(logits_CV), None]
+        own = logprobs_CV.gather(1, targets_C1).squeeze(1).tolist()
+        best_CK, place_CK = logprobs_CV.topk(min(top, logprobs_CV.shape[1]), dim=1)
+        places = zip(place_CK.tolist(), best_CK.tolist(), strict=True)
+        for logprob, (others, values) in zip(own, places, strict=True):
+            alternatives = tuple(map(Alternative, others, values))
+            scores.append(TokenScore(logprob, alternatives))
+    return scores
