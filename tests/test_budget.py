@@ -69,7 +69,7 @@ def test_less_than_a_step_is_refused() -> None:
     tokens = Recipe(tokens=16 * 64 - 1.0)
     per_step = flops.training_flops(model, batch_size=16)
     for recipe in (tokens, Recipe(flops=per_step * 0.5)):
-        with pytest.raises(ValueError, match=r"less than one step .*make train.batch_size smaller"):
+        with pytest.raises(ValueError, match=r"less than one step .*lower train.batch_size"):
             count_steps(RunConfig(model=model, train=recipe))
     assert count_steps(RunConfig(model=model, train=Recipe(tokens=16 * 64.0))) == 1
     assert count_steps(RunConfig(model=model, train=Recipe(flops=float(per_step)))) == 1
@@ -188,7 +188,7 @@ def test_stages_fall_from_the_first_to_the_models_own(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"routing.strategy": "none"}, "needs blocks that route"),
+        ({"routing.strategy": "none"}, "needs routed blocks"),
         ({"train.start_capacity": 0.1}, "is less than the model's capacity 0.25"),
         ({"routing.kv_capacity": 0.5}, r"is more than routing.kv_capacity = 0.5"),
     ],

@@ -130,7 +130,7 @@ def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["describe", "tiny", "--seqlen=3"], "Did you mean '--seq-len'?"),
         (["describe", "tiny", "-x"], "there is no option '-x'"),
         (["demo", "--flops", "0"], "--flops 0.0 must be greater than 0"),
-        (["demo", "--preset", "tiny-dense"], "has no routed block to compare"),
+        (["demo", "--preset", "tiny-dense"], "has no routed blocks to compare"),
         (["presets", "more"], "unexpected extra argument"),
         (["describ"], "No such command 'describ'"),
     ],
@@ -153,7 +153,7 @@ def fail_with(error: BaseException) -> object:
     return fail
 
 
-NO_MEMORY = "there is not enough memory for this: take a smaller model or batch"
+NO_MEMORY = "out of memory: use a smaller model or batch"
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_train_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> Non
     for told in ("Number of blocks. [default: 12]", "as the output head. [default: true]"):
         assert told in helped
     # what has no default shows none
-    assert "Empty means num_heads. head_width" in helped
+    assert "Default: num_heads. head_width" in helped
 
 
 def test_from_text_to_a_finished_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,7 +319,7 @@ def test_what_prepare_accepts_can_be_trained_on(
     Path("two.txt").write_text("ab")
     assert main(["prepare", "two.txt", "--out", "data"]) == 0
     *_, counted, told = capsys.readouterr().out.splitlines()
-    assert "little text, fewer tokens than a sequence of" in counted
+    assert "fewer tokens than one sequence of" in counted
     assert told == "next: depthmix train --data data train.seq_len=1"
     small = ("--preset", "tiny", "--steps", "1", "--device", "cpu", "train.tensorboard=false")
     assert main([*shlex.split(told)[2:], *small]) == 0
@@ -379,7 +379,7 @@ def test_a_configuration_trains_again(
     [
         ("train --steps 0", "--steps 0 must be greater than 0"),
         ("train --flops 1", "this budget is less than one step"),
-        ("train --steps 1 --tokens 5", "a run stops by one of steps, tokens and flops"),
+        ("train --steps 1 --tokens 5", "a run has one budget, steps, tokens or flops"),
         ("train --tokens nan", "--tokens nan must be a finite number"),
         ("train --steps x", "Invalid value for '--steps'"),
         ("train --preset tinny", "there is no preset 'tinny'. Did you mean 'tiny'?"),
@@ -390,9 +390,9 @@ def test_a_configuration_trains_again(
         ("train --chekpoint-every 3", "Did you mean '--checkpoint-every'?"),
         ("train tiny", "'tiny' is not a field: write FIELD=VALUE, and name a model with --preset"),
         ("train --device gpu", "--device gpu is neither cpu nor cuda"),
-        ("train --device mps", "nothing has been tested on Apple's GPUs: use --device cpu"),
-        ("demo --device mps", "nothing has been tested on Apple's GPUs: use --device cpu"),
-        ("view trace.json --device mps", "nothing has been tested on Apple's GPUs: use --device"),
+        ("train --device mps", "not been tested on Apple's GPUs; use --device cpu"),
+        ("demo --device mps", "not been tested on Apple's GPUs; use --device cpu"),
+        ("view trace.json --device mps", "not been tested on Apple's GPUs; use --device"),
         ("train --data none", "there is no data folder none: make one with `depthmix prepare"),
         ("train --data empty", "empty is not a data folder (it has no manifest.json)"),
         ("train --data file", "file is not a data folder"),
@@ -411,7 +411,7 @@ def test_a_configuration_trains_again(
         ("train --resume none --checkpoint-every 5", "--resume takes the model, its fields"),
         ("train --resume none width=5", "--resume takes the model, its fields"),
         ("train --resume none --config c", "--resume takes the model, its fields"),
-        ("train --config file", "--config file says what the model is: leave out --preset"),
+        ("train --config file", "--config file already sets the model: leave out --preset"),
         ("train --resume none --out b", "--resume takes the model, its fields"),
         ("runs", "there is no run in 'runs': 'depthmix train' makes one"),
         ("runs file", "there is no run in 'file'"),

@@ -78,9 +78,9 @@ def test_demo_compares_at_equal_compute(model: Path, data: Path, tmp_path: Path)
     report, routing = pages_told.splitlines()
     words = " ".join(shown.split())
     assert words.startswith("What this shows: both models had the same training compute")
-    assert "In 2 of the routed model's 4 blocks a router picks the tokens" in words
+    assert "In 2 of the routed model's 4 blocks, a router picks the tokens" in words
     more = routed.last["tokens"] / dense.last["tokens"]
-    assert f"it read {more:.1f} times as much text" in words
+    assert f"read {more:.1f} times as much text" in words
     ours, theirs = routed.val["loss_causal"], dense.val["loss"]
     side = f"{abs(ours / theirs - 1):.1%}".replace("%", " %")
     side += " lower" if ours < theirs else " higher"
@@ -147,7 +147,7 @@ def test_a_second_demo_in_the_same_place_is_refused_in_its_own_words(
     args = ["demo", "--preset", str(model), "--data", str(data), "--out", str(out)]
     assert main(args) == 2
     error = capsys.readouterr().err
-    assert "already has a demo or a part of one: choose another --out" in error
+    assert "already contains a demo: choose another --out" in error
     # nothing that only `train` has
     assert set(re.findall(r"--[a-z-]+", error)) == {"--out"}
     assert list(out.iterdir()) == [out / "dense"]

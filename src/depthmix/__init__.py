@@ -1,4 +1,4 @@
-"""Mixture-of-Depths transformers: which tokens get the compute is learned, how much is fixed."""
+"""Mixture-of-Depths transformers: fixed compute, and learned routing of tokens to it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ __all__ = [
     "open_model",
 ]
 
-# torch takes a second to import: only what needs it loads it
+# loaded on first use: torch takes a second to import
 _LAZY = {
     **dict.fromkeys(("Cache", "Output", "Routing", "Transformer"), "depthmix.nn"),
     **dict.fromkeys(("Engine", "SamplingParams"), "depthmix.infer"),
@@ -55,5 +55,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # what is not loaded yet is there all the same, for who looks around in a shell
+    # list lazy names too, for completion in a shell
     return sorted({*globals(), *__all__})

@@ -1,8 +1,8 @@
-"""A run's schedule: the steps that its budget pays for, their capacities, and their FLOPs.
+"""A run's schedule: how many steps its budget allows, their capacities, and their FLOPs.
 
-With a falling capacity a run's first steps cost more than its last ones, so the three are counted
-together, once, from the configuration. A stage depends on the step and the recipe alone, and both
-are in every checkpoint: there is no counter that a resumed run could lose. Knows nothing of torch.
+With a falling capacity the first steps cost more than the last ones, so all three are computed
+together from the configuration. A stage depends only on the step and the recipe, and both are in
+every checkpoint, so a resumed run has no other state to restore. Does not import torch.
 """
 
 import math
@@ -16,23 +16,23 @@ from depthmix.config import ModelConfig, RunConfig, count_share
 from depthmix.flops import executed_flops, training_flops
 
 DEFAULT_STEPS = 1000
-"""Length of a run that names no budget."""
+"""Length of a run without a budget."""
 
 
 class CapacityStage(NamedTuple):
-    """Steps of one capacity."""
+    """Consecutive steps with the same capacity."""
 
     first: int
     """The first of these steps."""
     model: ModelConfig
     """The model with the capacities that hold in these steps."""
     flops: int
-    """Of one step."""
+    """FLOPs of one step."""
     causal_flops: int
-    """The same without the (query, key) pairs that causal order forbids: the convention for the
-    utilisation of a device."""
+    """The same without the (query, key) pairs that causality excludes: the convention for device
+    utilisation."""
     executed_flops: int
-    """The same, and the optimiser's own matrix products."""
+    """`causal_flops` and the optimiser's own matrix products."""
 
     def count_flops(self, convention: str) -> int:
         """FLOPs of one step, by `full` or `executed`."""
@@ -40,7 +40,7 @@ class CapacityStage(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Every step of a run, known before the first one."""
+    """Every step of a run, planned before the first one."""
 
     run: RunConfig
     num_steps: int
@@ -52,9 +52,9 @@ class Schedule(NamedTuple):
         return self.stages[bisect_right(self.stages, step, key=lambda stage: stage.first) - 1]
 
     def count_flops(self, num_steps: int, convention: str | None = None) -> int:
-        """FLOPs of the run's first steps, each at the capacities that it has.
+        """FLOPs of the run's first steps, each at its own capacities.
 
-        `convention` is `full`, `executed`, or by default the one of the run's budget.
+        `convention` is `full` or `executed`; by default, that of the run's budget.
         """
         convention = convention or self.run.train.flops_convention
         ends = [*(stage.first for stage in self.stages), max(num_steps, self.stages[-1].first)]
@@ -70,9 +70,9 @@ class Schedule(NamedTuple):
 
 
 def make_schedule(run: RunConfig) -> Schedule:
-    """The schedule of a run, of `DEFAULT_STEPS` where it has no budget.
+    """The schedule of a run, with `DEFAULT_STEPS` if it has no budget.
 
-    Refuses a budget of less than one step, and capacities that cannot fall.
+    Refuses a budget of less than one step and a start capacity that does not fit.
     """
     stages = _list_stages(run)
     return _arrange(run, stages, _count_steps(run, stages))
@@ -86,7 +86,7 @@ def _count_steps(run: RunConfig, stages: Sequence[CapacityStage]) -> int:
         return _round_down(recipe.tokens / run.tokens_per_step)
     if recipe.flops is None:
         return DEFAULT_STEPS
-    # no step is cheaper than the last ones, so these are the most that there can be
+    # no step is cheaper than the last ones, so this is an upper bound
     steps = recipe.flops / stages[-1].count_flops(recipe.flops_convention)
     if len(stages) == 1 or steps < 1:
         return _round_down(steps)
@@ -97,7 +97,7 @@ def _count_steps(run: RunConfig, stages: Sequence[CapacityStage]) -> int:
 
 
 def _list_stages(run: RunConfig) -> list[CapacityStage]:
-    """The stages in order, before it is known where they begin."""
+    """The stages in order, before their first steps are known."""
     recipe, model = run.train, run.model
     models = []
     if recipe.start_capacity is not None:
@@ -121,12 +121,12 @@ def _list_stages(run: RunConfig) -> list[CapacityStage]:
 
 
 def _arrange(run: RunConfig, stages: Sequence[CapacityStage], num_steps: int) -> Schedule:
-    """The stages in a run of so many steps."""
+    """Place the stages in a run of `num_steps`."""
     recipe, num_falls = run.train, len(stages) - 1
     num_falling = min(num_steps - 1, count_share(recipe.capacity_fall_share, num_steps))
     firsts = [math.ceil(i * num_falling / num_falls) for i in range(num_falls)]
     firsts.append(num_falling if num_falls else 0)
-    # of two that begin at once, in a short run, the later counts
+    # if two begin at the same step, in a short run, the later one counts
     found = dict(zip(firsts, stages, strict=True))
     return Schedule(run, num_steps, tuple(s._replace(first=first) for first, s in found.items()))
 
@@ -134,8 +134,8 @@ def _arrange(run: RunConfig, stages: Sequence[CapacityStage], num_steps: int) ->
 def _round_down(steps: float) -> int:
     if steps < 1:
         raise ValueError(
-            f"this budget is less than one step ({steps:.2g} of one): raise it, or make "
-            f"train.batch_size smaller"
+            f"this budget is less than one step ({steps:.2g} of one): raise it, or lower "
+            f"train.batch_size"
         )
     return int(steps)
 
@@ -143,15 +143,17 @@ def _round_down(steps: float) -> int:
 def _check(run: RunConfig, first: float) -> None:
     shares = run.model.capacities
     if not shares:
-        raise ValueError("train.start_capacity needs blocks that route: leave it out")
+        raise ValueError(
+            "train.start_capacity needs routed blocks, and this model has none: leave it out"
+        )
     if first < max(shares):
         raise ValueError(
-            f"train.start_capacity = {first} is less than the model's capacity {max(shares)}: it "
-            f"is what capacities fall from"
+            f"train.start_capacity = {first} is less than the model's capacity {max(shares)}: "
+            f"capacities only fall, so raise it"
         )
     kv_capacity = run.model.routing.kv_capacity
     if kv_capacity is not None and first > kv_capacity:
         raise ValueError(
             f"train.start_capacity = {first} is more than routing.kv_capacity = {kv_capacity}: "
-            f"only tokens that offer keys can be updated"
+            f"lower it, as only tokens that provide keys can be updated"
         )

@@ -1,7 +1,6 @@
-"""The demonstration: a routed model and its dense twin, counted, then trained at equal compute.
+"""The demo: compare a routed model with its dense twin in FLOPs, then train both at equal compute.
 
-Owns what is shown. The training is the ordinary one, on the default corpus, and so are sampling,
-report and trace.
+This module decides what is shown; training, sampling, report and trace are the ordinary ones.
 """
 
 import dataclasses
@@ -40,30 +39,30 @@ TWINS = ("dense", "mod")
 PICTURE = "losses.png"
 ROUTING = "routing.html"
 
-# The same for both: everything else is the default recipe, which the sweeps found best. A small
-# batch, because a small budget pays for few steps; validated often enough to see a trend.
+# The same for both models; everything else is the default recipe, the best one in the sweeps. The
+# batch is small because a small budget allows few steps.
 RECIPE = {
     **{"train.batch_size": 4, "train.document_mask": False, "train.log_every": 20},
     **{"train.val_tokens": 65536, "train.val_every": 400},
 }
 
-# the same text each time, of a model that is the same each time
+# fixed, so that every demo shows the same text
 SAMPLING = SamplingParams(max_tokens=128, temperature=0.6, top_p=0.9, seed=0)
 PROMPT = "def"
 
-# of the routing page: more than a window or two is more than anybody reads
+# on the routing page: readers rarely look at more than a window or two
 NUM_READ = 500
 
 
 class Trained(NamedTuple):
-    """One of the demonstration's runs, read back from its folder."""
+    """One of the demo's runs, read back from its folder."""
 
     name: str
     folder: RunDir
     curve: list[tuple[int | float, float | None]]
     """(FLOPs, training loss)."""
     last: dict[str, Any]
-    """The last line of training metrics."""
+    """The last training metrics."""
     val: dict[str, Any]
     """The last validation."""
 
@@ -77,13 +76,13 @@ def run_demo(
     out: Path | None = None,
     device: str | None = None,
 ) -> tuple[Trained, Trained] | None:
-    """Train a model's dense twin and the model at the same FLOPs; None where it was interrupted."""
+    """Train a model and its dense twin with the same FLOPs; None if interrupted."""
     config = load_config(preset)
     folder = out or name_run(_name_size(preset) + "-twins", datetime.now())
     _check_free(folder)
     if not config.routed_layers:
         raise ValueError(
-            f"'{preset}' has no routed block to compare with its dense twin: choose a preset such "
+            f"'{preset}' has no routed blocks to compare with a dense twin: choose a preset such "
             f"as 'demo' or '60m-mod'"
         )
     size = _name_size(preset)
@@ -113,7 +112,7 @@ def run_demo(
         console, curves, folder / PICTURE, f"Dense and routed at {format_power(flops)} FLOPs"
     )
     _say(console, f"the runs: depthmix runs {folder}")
-    # how a text of other data begins is unknown: with nothing
+    # other data may not be Python: start from an empty prompt
     show_sample(console, routed, PROMPT if data is None else "", device)
     report = write_report(folder, None, shlex.join(["depthmix", "report", str(folder)]))
     shown = "in tables" if report.problem else "with their curves"
@@ -124,7 +123,7 @@ def run_demo(
 
 
 def plan_twins(config: ModelConfig, preset: str, flops: float) -> dict[str, RunConfig]:
-    """The dense and the routed run, by name: one recipe and one budget for both."""
+    """The dense and the routed run by name, with the same recipe and budget."""
     size = _name_size(preset)
     twins = {f"{size}-dense": config.dense_twin(), f"{size}-mod": config}
     fields = {**RECIPE, **list_recipe(preset), "train.flops": flops}
@@ -139,14 +138,14 @@ def plan_twins(config: ModelConfig, preset: str, flops: float) -> dict[str, RunC
 
 
 def tell_outcome(config: ModelConfig, dense: Trained, routed: Trained) -> str:
-    """What was shown, in plain words."""
+    """The demo's outcome in plain words."""
     more = routed.last["tokens"] / dense.last["tokens"]
     layers = len(config.routed_layers)
     said = (
-        f"What this shows: both models had the same training compute, the same text and the same "
-        f"recipe. In {layers} of the routed model's {config.num_layers} blocks a router picks the "
-        f"tokens that are worth the work, and the others skip the block. So a token costs less, "
-        f"and for the same compute it read {more:.1f} times as much text."
+        f"What this shows: both models had the same training compute, data and recipe. In {layers} "
+        f"of the routed model's {config.num_layers} blocks, a router picks the tokens that the "
+        f"block processes, and the others skip it. So each token costs less, and the model read "
+        f"{more:.1f} times as much text for the same compute."
     )
     ours, theirs = _find_loss(routed), dense.val.get("loss")
     if ours is None or theirs is None:
@@ -155,10 +154,10 @@ def tell_outcome(config: ModelConfig, dense: Trained, routed: Trained) -> str:
     word = "lower" if percent < 0 else "higher"
     outcome = f"{abs(percent):.1f} % {word} than" if abs(percent) >= 0.05 else "equal to"
     return (
-        f"{said} Its validation loss, with decisions made token by token as in sampling, is "
-        f"{outcome} that of its dense twin ({ours:.3f} against {theirs:.3f}). One short run of "
-        f"each on a small model says that routing works, not by how much it is better: "
-        f"comparisons at larger budgets are in the project's results."
+        f"{said} Its validation loss, routing token by token as in sampling, is {outcome} that of "
+        f"its dense twin ({ours:.3f} against {theirs:.3f}). One short run of each small model "
+        f"shows that routing works, not how much it gains: for comparisons at larger budgets, see "
+        f"the project's results."
     )
 
 
@@ -167,19 +166,18 @@ def _name_size(preset: str) -> str:
 
 
 def _check_free(folder: Path) -> None:
-    """Refuse a place where runs are, which could only be resumed one by one."""
+    """Refuse a folder that already has runs: a demo cannot be resumed as a whole."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"'{folder}' is a file: choose another --out for the folder of both runs")
     for name in TWINS:
         if (folder / name).exists():
             raise ValueError(
-                f"'{folder}' already has a demo or a part of one: choose another --out, or remove "
-                f"the folder"
+                f"'{folder}' already contains a demo: choose another --out, or remove the folder"
             )
 
 
 def read_run(name: str, folder: RunDir) -> Trained:
-    """A finished run's curve and last numbers."""
+    """A finished run's curve and final metrics."""
     records = folder.read_metrics()
     train, val = ([r for r in records if r["kind"] == kind] for kind in ("train", "val"))
     curve = [(record["flops"], record["loss"]) for record in train]
@@ -187,9 +185,9 @@ def read_run(name: str, folder: RunDir) -> Trained:
 
 
 def save_picture(console: Console, curves: Mapping[str, Points], path: Path, title: str) -> None:
-    """Draw both curves; it is worth a line where they cannot be drawn, and no more."""
+    """Draw both curves; if they cannot be drawn, say so in one line."""
     try:
-        plot_losses(curves, path, title=title, y_label="training loss, nats a token")
+        plot_losses(curves, path, title=title, y_label="training loss, nats per token")
     except NoMatplotlib as error:
         _say(console, f"no picture: {error}")
         return
@@ -197,17 +195,17 @@ def save_picture(console: Console, curves: Mapping[str, Points], path: Path, tit
 
 
 def show_sample(console: Console, run: Trained, prompt: str, device: str | None) -> None:
-    """A few dozen tokens of the model, token by token, and what depth saved."""
+    """Print a short sample of the model, and how much compute routing saved."""
     path = run.folder.path
     try:
         model = open_model(path)
         sampler = start_sampler(model, device=device, max_batch=1)
     except ValueError as error:
-        # data that came as ids has no tokenizer
+        # data prepared from token ids has no tokenizer
         _say(console, f"\nno sample: {error}")
         return
-    _say(console, f"\nA sample of {run.name}, which decides token by token now:\n")
-    # a model of short sequences must not run into their end
+    _say(console, f"\nA sample of {run.name}, routed token by token:\n")
+    # leave room for the prompt in a model with short sequences
     most = min(SAMPLING.max_tokens, model.config.max_seq_len // 2)
     params = dataclasses.replace(SAMPLING, max_tokens=most)
     show = Show(sampler, [prompt], params, stream=True, file=console.file)
@@ -220,31 +218,31 @@ def show_sample(console: Console, run: Trained, prompt: str, device: str | None)
 
 
 def show_routing(console: Console, run: Trained, page: Path, device: str | None) -> None:
-    """Write the page of a text that the model was not trained on, coloured by depth."""
+    """Write a page of held-out text, coloured by depth."""
     try:
         words = read_held_out(run.folder)
         model = open_model(run.folder.path)
         found = trace_model(model, words, text="held-out text", max_tokens=NUM_READ, device=device)
     except ValueError as error:
-        # data that came as ids has no tokenizer, and some has no validation split
+        # data prepared from token ids has no tokenizer, and some data has no validation split
         _say(console, f"no routing page: {error}")
         return
     replace_file(page, write_page(found))
     _say(
         console,
-        f"The routing page shows {len(found['tokens'])} tokens of held-out text by the routed "
-        f"blocks that each went through: {page}",
+        f"The routing page shows through how many routed blocks each of {len(found['tokens'])} "
+        f"tokens of held-out text went: {page}",
     )
 
 
 def read_held_out(run: RunDir) -> str:
-    """The validation document of a run's data that comes nearest to a page of text."""
+    """A validation document of the run's data that fills the page, or the longest."""
     tokenizer = find_vocabulary(run).tokenizer
     used = run.read_starts()[-1]["data"]
     split = Corpus.open(used["folder"]).split("val")
     if not split.num_documents:
         raise ValueError(f"the data in {used['folder']} has no validation split")
-    # a text that goes on beyond the page is better than one that ends early
+    # the first of those that fill the page
     number = int((split.document_lengths.clip(max=NUM_READ)).argmax())
     # the last token is the document's end
     return tokenizer.decode(split.read(number, 0, NUM_READ + 1)[:-1].tolist())

@@ -1,7 +1,6 @@
-"""Files that are complete or unchanged, however the process ends.
+"""Atomic writes: a file is complete or unchanged, however the process ends.
 
-Owns atomic writing, fsync, a file's hash, parsing JSON that may be hostile, and locks. Knows
-nothing of what the files hold, nor what a user can do when one cannot be written.
+Also fsync, file hashes, parsing untrusted JSON, and locks. Independent of what the files contain.
 """
 
 import errno
@@ -16,20 +15,20 @@ from typing import IO, Any
 
 try:
     import fcntl
-except ImportError:  # not on this system, where nothing is ever locked
+except ImportError:  # not available on this system: nothing is locked
     fcntl = None
 
-# what a file is called until it is complete
+# suffix of a file until it is complete
 PART = ".part"
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file, on disk when this returns; until then the old one stays, whole.
+    """Replace a file atomically; the new one is on disk when this returns.
 
-    So it is for a reader, after a kill or a power cut, and where the disk is full.
+    Until then the old one stays intact: for readers, after a kill or power cut, and on a full disk.
     """
     data = content.encode() if isinstance(content, str) else content
-    # a special file such as /dev/stdout must not be replaced by a plain one; a link stays a link
+    # a special file such as /dev/stdout must not become a plain one, and a link stays a link
     path = path.resolve() if path.is_symlink() else path
     with name_file(path):
         if path.exists() and not path.is_file():
@@ -49,7 +48,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def name_file(path: Path) -> Iterator[None]:
-    """Let an error of the system name the file that was meant: a full disk names none."""
+    """Add the file's name to a system error that has none, such as for a full disk."""
     try:
         yield
     except OSError as error:
@@ -58,22 +57,22 @@ def name_file(path: Path) -> Iterator[None]:
 
 
 def sync_file(file: IO[bytes]) -> None:
-    """Bring what was written to a file to the disk."""
+    """Flush a file to disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's names to the disk; its files are synced by their writers."""
+    """Flush a folder's entries to disk; its files are synced by their writers."""
     try:
         number = os.open(folder, os.O_RDONLY)
     except OSError:
-        # a folder cannot be opened everywhere; there the file system orders renames itself
+        # some systems cannot open a folder; there the file system orders renames itself
         return
     try:
         os.fsync(number)
     except OSError as error:
-        # nor can it be synced everywhere
+        # and some cannot sync one
         if error.errno != errno.EINVAL:
             raise
     finally:
@@ -81,8 +80,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def share_file(path: Path) -> None:
-    """Give a file the permissions of a new one; some libraries write files for the owner alone."""
-    # a new file shows them; asking for the umask would change it for other threads
+    """Give a file the permissions of a new one; some libraries write files only for the owner."""
+    # taken from a new file, because reading the umask changes it for other threads
     probe = path.with_name(path.name + PART)
     number = os.open(probe, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
@@ -93,7 +92,7 @@ def share_file(path: Path) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """JSON as plain data; ValueError where it is not valid, or nested too deeply to read."""
+    """Parse JSON; ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -107,9 +106,9 @@ def hash_file(path: Path) -> str:
 
 
 def take_lock(number: int, *, shared: bool = False) -> bool:
-    """Lock an open file or folder until it is closed, however that happens; False if another has.
+    """Lock an open file or folder until it is closed; False if another process holds the lock.
 
-    Never waits. A shared lock keeps out only those that are not.
+    Never waits. A shared lock keeps out only exclusive ones.
     """
     if fcntl is None:
         return True
@@ -118,7 +117,7 @@ def take_lock(number: int, *, shared: bool = False) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        # some network file systems have no locks: better to work without one than not at all
+        # some network file systems have no locks: work without one
         pass
     return True
 

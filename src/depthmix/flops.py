@@ -1,10 +1,10 @@
-"""FLOPs, parameters and cache bytes of a model, exactly, from its configuration alone.
+"""Exact FLOPs, parameters and cache bytes of a model, computed from its configuration.
 
-Owns the project's conventions for counting (docs/math.md): a matrix product counts 2·m·n·k,
-attention its two products over every (query, key) pair, a backward pass twice the forward pass.
-"executed" counts the pairs that causal order allows instead, and the optimiser's products. Norms,
-activations, softmax, rotary positions and moving tokens count nothing. Knows nothing of
-torch or of modules: the tests hold it equal to what `FlopCounterMode` counts on the real model.
+The conventions (docs/math.md): a matrix product counts 2·m·n·k, attention its two products over
+every (query, key) pair, and a backward pass twice the forward pass. "executed" counts only the
+pairs that causality allows, and adds the optimiser's products. Norms, activations, softmax, rotary
+positions and moving tokens count nothing. Does not import torch; the tests compare the counts with
+`FlopCounterMode` on the real model.
 
 >>> routed, dense = load_preset("60m"), load_preset("60m-dense")
 >>> round(flops.forward_flops(routed) / flops.forward_flops(dense), 3)
@@ -43,28 +43,28 @@ PARTS = (
     "predictors",
     "head",
 )
-"""What `count_parts` distinguishes; the experts' routers and predictors are among the others."""
+"""The parts that `count_parts` returns; experts' routers and predictors are among the others."""
 
 TRAINING_FACTOR = 3
-"""A training step counts one forward pass, and two more for the backward pass."""
+"""A training step counts as three forward passes, two of them for the backward pass."""
 
 
 MUON_ITERATIONS = 5
-"""Of Newton and Schulz, in each step of Muon."""
+"""Newton-Schulz iterations in each step of Muon."""
 
 
 class Parameters(NamedTuple):
-    """How many parameters a model has, and how many of them a token meets."""
+    """Parameters of a model, and how many of them process a token."""
 
     total: int
-    """All of them; a tied head is counted once, as the embedding."""
+    """All parameters; a tied head is counted once, as the embedding."""
     active: int
-    """Those that a token meets on average while training, rounded: a routed block by its
-    capacity, experts by the places there are for each token, the vocabulary's matrices in full."""
+    """Parameters that process a token in training, on average and rounded: a routed block counts by
+    its capacity, experts by their slots per token, and the vocabulary's matrices in full."""
     total_non_embedding: int
     """`total` without the vocabulary's matrices: the embedding, and an untied head."""
     active_non_embedding: int
-    """`active` without them."""
+    """`active` without those matrices."""
 
 
 def forward_flops(
@@ -77,7 +77,7 @@ def forward_flops(
     """FLOPs of one forward pass, by the training rule, over `batch_size` sequences of `seq_len`.
 
     Empty `seq_len` means `max_seq_len`. `causal_half` counts only the (query, key) pairs that
-    causal order allows, see `count_parts`; use it for a GPU's utilisation, never to compare models.
+    causality allows, see `count_parts`; use it for a GPU's utilisation, never to compare models.
     """
     _check_positive("batch_size", batch_size)
     return batch_size * sum(count_parts(config, seq_len, causal_half=causal_half).values())
@@ -92,15 +92,15 @@ def training_flops(
 ) -> int:
     """FLOPs of one training step, by convention three times the forward pass.
 
-    What is really computed differs a little: predictors stop the gradient at their input, and
-    memory-saving attention computes its scores again.
+    The actual number differs a little: predictors stop the gradient at their input, and
+    memory-saving attention recomputes its scores.
     """
     forward = forward_flops(config, seq_len=seq_len, batch_size=batch_size, causal_half=causal_half)
     return TRAINING_FACTOR * forward
 
 
 def optimizer_flops(config: ModelConfig, optimizer: str) -> int:
-    """FLOPs of an optimiser's matrix products in one step, whatever the batch; AdamW has none.
+    """FLOPs of an optimiser's matrix products in one step, for any batch size; AdamW has none.
 
     Muon multiplies a matrix of m rows and n ≥ m columns with itself, the m×m result with itself,
     and that with the matrix, five times.
@@ -121,7 +121,7 @@ def executed_flops(
     seq_len: int | None = None,
     batch_size: int = 1,
 ) -> int:
-    """FLOPs of one training step as executed: half the attention square, and the optimiser."""
+    """FLOPs of one training step as executed: causal attention pairs, and the optimiser."""
     step = training_flops(config, seq_len=seq_len, batch_size=batch_size, causal_half=True)
     return step + optimizer_flops(config, optimizer)
 
@@ -129,7 +129,7 @@ def executed_flops(
 def flops_per_token(
     config: ModelConfig, *, seq_len: int | None = None, causal_half: bool = False
 ) -> float:
-    """Forward FLOPs of a sequence over its tokens; training takes `TRAINING_FACTOR` times it."""
+    """Forward FLOPs of a sequence per token; training takes `TRAINING_FACTOR` times as many."""
     num_tokens = _check_seq_len(config, seq_len)
     return forward_flops(config, seq_len=num_tokens, causal_half=causal_half) / num_tokens
 
@@ -137,25 +137,25 @@ def flops_per_token(
 def count_parts(
     config: ModelConfig, seq_len: int | None = None, *, causal_half: bool = False
 ) -> dict[str, int]:
-    """Forward FLOPs of one sequence, by part of the model; they add up to `forward_flops`.
+    """Forward FLOPs of one sequence by part of the model; they add up to `forward_flops`.
 
     With `causal_half`, attention among K tokens counts K·(K + 1)/2 pairs in place of K². Where K
     queries meet M ≥ K keys (decoupled routing) it counts K·(M + 1)/2, which is exact on average
-    if the keys without a query lie anywhere.
+    if keys without a query are equally likely anywhere.
     """
     num_tokens = _check_seq_len(config, seq_len)
     sizes = matrix_sizes(config)
     pair_width = config.num_heads * config.shape.head_width
-    # weights that are multiplied, each once for a token: two FLOPs a weight
+    # weights of matrix products, used once per token: two FLOPs each
     weights = dict.fromkeys(PARTS, 0)
     scores = 0
     for block in list_blocks(config):
         kept, offered = block.count_updated(num_tokens), block.count_offered(num_tokens)
         weights["attention_projections"] += kept * (sizes.query + sizes.out)
         weights["attention_projections"] += offered * sizes.key_value
-        # two products of two FLOPs; causal order leaves half the pairs and half the diagonal more
+        # two products of two FLOPs; causality leaves half of the pairs, plus half of the diagonal
         scores += (2 * (offered + 1) if causal_half else 4 * offered) * kept * pair_width
-        # a router scores every token, then the kept ones again for the gate
+        # a router scores every token, and the kept ones again for the gate
         scored = (0, num_tokens + kept, 2 * num_tokens + kept + offered)[block.num_deciders]
         weights["routers"] += scored * sizes.depth_router
         weights["predictors"] += num_tokens * block.num_deciders * sizes.depth_predictor
@@ -181,7 +181,7 @@ def num_parameters(config: ModelConfig) -> Parameters:
     query_bias, kv_bias = (config.qkv_bias * n // config.width for n in sizes[:2])
     total, active = config.width, float(config.width)
     for block in list_blocks(config):
-        # the mixer's input norm and what makes keys and values meet every token that offers them
+        # the mixer's input norm, keys and values process every token that provides them
         offering = sizes.key_value + config.width + head_norm + kv_bias
         updating = sizes.query + sizes.out + config.width + head_norm + query_bias
         updating += expert_decider if block.has_experts else sizes.mlp
@@ -206,7 +206,7 @@ def kv_cache_bytes(
     batch_size: int = 1,
     bytes_per_element: int = 2,
 ) -> int:
-    """Bytes of the keys and values that `seq_len` tokens leave behind; two bytes are bf16.
+    """Bytes of the keys and values of `seq_len` tokens; 2 bytes per number means bf16.
 
     A routed block holds ceil(C·T) tokens: exactly under top-k, on average under a causal selector
     that has learned its capacity. Under decoupled routing C is `kv_capacity`.
@@ -220,7 +220,7 @@ def kv_cache_bytes(
 
 
 class Sizes(NamedTuple):
-    """Number of weights in each matrix, or pair of matrices; 0 where the model has none."""
+    """Number of weights in each matrix or pair of matrices; 0 if the model has none."""
 
     query: int
     key_value: int
@@ -237,7 +237,7 @@ class Sizes(NamedTuple):
 def matrix_sizes(config: ModelConfig) -> Sizes:
     """The sizes of a configuration's matrices."""
     width, shape, routing, experts = config.width, config.shape, config.routing, config.experts
-    # SwiGLU has two input matrices beside the output's, GELU one
+    # SwiGLU has two input matrices, GELU one, and both one output matrix
     mlp_matrices = 3 if config.mlp == "swiglu" else 2
     query = width * config.num_heads * shape.head_width
     predicts = experts.has_predictor
@@ -256,7 +256,7 @@ def matrix_sizes(config: ModelConfig) -> Sizes:
 
 
 def list_matrices(config: ModelConfig) -> list[tuple[int, int]]:
-    """Shapes of the blocks' matrices, rows and columns, without routers and stacks of experts."""
+    """Rows and columns of the blocks' matrices, without routers and experts."""
     width, shape = config.width, config.shape
     mixed, stored = (n * shape.head_width for n in (config.num_heads, shape.num_kv_heads))
     # queries and keys are one matrix
@@ -270,12 +270,12 @@ def list_matrices(config: ModelConfig) -> list[tuple[int, int]]:
 
 
 class BlockShare(NamedTuple):
-    """One block: the share of tokens it updates, and of those that offer it keys and values."""
+    """One block: the fractions of tokens that it updates, and that provide keys and values."""
 
     updated: float
     offered: float
     num_deciders: int
-    """Routers over depth, each with its predictor: none, one, or two under decoupled routing."""
+    """Depth routers, each with its predictor: none, one, or two under decoupled routing."""
     has_experts: bool
 
     def count_updated(self, num_tokens: int) -> int:
@@ -300,7 +300,7 @@ def list_blocks(config: ModelConfig) -> Iterator[BlockShare]:
 
 
 def count_expert_pairs(config: ModelConfig, num_tokens: int) -> int:
-    """(token, expert) pairs that a set of experts computes; empty places are computed too."""
+    """(token, expert) pairs that a set of experts computes; empty slots are computed too."""
     experts = config.experts
     if experts.has_target:
         capacity = experts.capacity / experts.num_experts

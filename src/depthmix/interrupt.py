@@ -1,6 +1,6 @@
-"""Ctrl-C, SIGTERM and a closed terminal as a wish to stop, which is read between two steps.
+"""Ctrl-C, SIGTERM and a closed terminal as a request to stop, checked between steps.
 
-Owns which signals these are, and what a second one means. Knows nothing of what is being stopped.
+Defines which signals these are, and what a second one means.
 """
 
 import signal
@@ -11,31 +11,31 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupt:
-    """While entered, the first signal is a wish; a Ctrl-C after it means: at once."""
+    """While entered, the first signal asks to stop; a Ctrl-C after it stops at once."""
 
     def __init__(self, *, raises: bool = True) -> None:
-        """`raises`: a Ctrl-C after the first signal is a KeyboardInterrupt, wherever that strikes.
+        """With `raises`, a Ctrl-C after the first signal raises KeyboardInterrupt.
 
-        Else whoever has more to stop than itself asks `at_once`.
+        Otherwise the caller checks `at_once`, to stop other processes first.
         """
         self.raises = raises
         self.signals: list[signal.Signals] = []
-        """All that came, in order."""
+        """All signals so far, in order."""
         self._before: dict[signal.Signals, Any] = {}
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The first signal, None until one arrives."""
+        """The first signal, or None."""
         return self.signals[0] if self.signals else None
 
     @property
     def at_once(self) -> bool:
-        """Whether somebody has lost patience."""
+        """Whether to stop immediately: Ctrl-C came after the first signal."""
         return signal.SIGINT in self.signals[1:]
 
     def __enter__(self) -> "Interrupt":
         for number in STOPPING:
-            # what is ignored stays so: nohup means that a closed terminal is none of our business
+            # an ignored signal stays ignored: with nohup, a closed terminal changes nothing
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._receive)
         return self

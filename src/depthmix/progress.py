@@ -1,7 +1,6 @@
-"""How far a piece of work is: a bar on a console, with the time it took and what is left of it.
+"""A progress bar with the elapsed and the remaining time.
 
-Owns the look. Knows nothing of what is done. Training has a display of its own (`train.log`), which
-must not draw from a thread.
+Training has a display of its own (`train.log`), which must not draw from a thread.
 """
 
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Bar:
-    """Shows the latest stage; see `show_bar`."""
+    """A bar for the current stage; see `show_bar`."""
 
     def __init__(self, display: Any) -> None:
         self._display, self._stages = display, {}
@@ -27,9 +26,9 @@ class Bar:
         *,
         stage: str = "",
     ) -> None:
-        """Say what is done of how much; `total` is None if unknown.
+        """Show the progress; `total` is None if unknown.
 
-        Another `stage` is other work, and begins a bar of its own.
+        A new `stage` begins a new bar.
         """
         shown = {"description": label, "completed": done, "total": total, "words": words}
         if stage not in self._stages:
@@ -44,9 +43,9 @@ class Bar:
 def show_bar(
     console: "rich.console.Console", *, gone: bool = False, speed_seconds: int | float = 30
 ) -> Iterator[Bar]:
-    """A bar while the block runs, `gone` afterwards or not.
+    """A bar while the block runs, removed afterwards if `gone`.
 
-    The time left follows from the speed of the last `speed_seconds`.
+    The remaining time is estimated from the speed of the last `speed_seconds`.
     """
     from rich.progress import (
         BarColumn,
@@ -64,7 +63,7 @@ def show_bar(
         TimeRemainingColumn(),
         console=console,
         transient=gone,
-        # a file or a pipe gets what was done, not the bar
+        # a file or a pipe gets no bar, only what was done
         disable=not console.is_terminal,
         speed_estimate_period=speed_seconds,
     )

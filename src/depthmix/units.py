@@ -1,7 +1,4 @@
-"""Numbers as people read them: counts, FLOPs, bytes and times.
-
-Owns the words for a number, wherever it is printed. Knows nothing of what was counted.
-"""
+"""Format numbers for people: counts, FLOPs, bytes and times."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -31,12 +28,12 @@ def format_bytes(value: int | float) -> str:
 
 
 def format_power(value: int | float) -> str:
-    """Three digits, with a power of ten where the number is long: `250`, `1.3e15`."""
+    """Three digits, with a power of ten if the number is long: `250`, `1.3e15`."""
     return f"{value:.3g}".replace("e+0", "e").replace("e+", "e")
 
 
 def format_seconds(seconds: int | float) -> str:
-    """A measured time by its first digits and a unit: `12.3 ms`, `89.5 s`, `3.21 min`, `4 h`."""
+    """A measured time in three digits and a unit: `12.3 ms`, `89.5 s`, `3.21 min`, `4 h`."""
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 2 * MINUTE:
@@ -45,7 +42,7 @@ def format_seconds(seconds: int | float) -> str:
 
 
 def format_estimate(seconds: int | float) -> str:
-    """An estimated time, the coarser the longer: `45 s`, `12 min`, `3.5 h`."""
+    """An estimated time, coarser if longer: `45 s`, `12 min`, `3.5 h`."""
     if seconds < 1.5 * MINUTE:
         return f"{max(1, round(seconds))} s"
     if seconds < 1.5 * HOUR:
@@ -54,13 +51,13 @@ def format_estimate(seconds: int | float) -> str:
 
 
 def format_clock(seconds: int | float) -> str:
-    """A time that runs, as a clock shows it: `0:01:05`."""
+    """An elapsed time, as on a clock: `0:01:05`."""
     return str(timedelta(seconds=round(seconds)))
 
 
 def _scale(value: int | float, base: int, units: Sequence[str]) -> str:
     power = 0
-    # compared after rounding, so that 999,999 is 1.00 M and not 1000 K
+    # compared after rounding, so that 999,999 becomes 1.00 M, not 1000 K
     while round(value) >= base and power + 1 < len(units):
         value, power = value / base, power + 1
     decimals = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2

@@ -1,7 +1,7 @@
-"""This process among those that train together: its rank, and what all of them must agree on.
+"""The processes that train together: ranks, and collective decisions.
 
-Owns the process group that torchrun asks for, and that an error of one process is raised on all.
-Knows nothing of models, data or checkpoints. One process without a group is a world of its own.
+Sets up the process group for torchrun, and raises an error of one process on all of them. A single
+process without a group is a world of its own.
 """
 
 import os
@@ -17,21 +17,21 @@ T = TypeVar("T")
 
 
 class World(NamedTuple):
-    """This process among all of them. With several, every call is made on every one."""
+    """This process among all of them. Every call must be made on every process."""
 
     rank: int
     size: int
     device: torch.device
     group: Any = None
-    """Where they meet, on the CPU: the default group may be NCCL's. None in a process alone."""
+    """A group on the CPU, as the default group may be NCCL's. None for a single process."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks for all."""
+        """Whether this is the process that prints and writes for all."""
         return self.rank == 0
 
     def agree(self, *wishes: bool) -> list[bool]:
-        """What any process wishes, all do."""
+        """Whether the flag is set on any process."""
         if self.size == 1:
             return list(wishes)
         votes = torch.tensor(wishes, dtype=torch.int32)
@@ -47,7 +47,7 @@ class World(NamedTuple):
         return values
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """What `work` gives on each process, by rank. What it raises on one, every one raises."""
+        """The results of `work` on all processes, by rank; an error on one is raised on all."""
         value, error = None, None
         try:
             value = work()
@@ -68,7 +68,7 @@ class World(NamedTuple):
 
 
 def choose_device(wanted: str | None) -> str:
-    """The device that is asked for, or a GPU if there is one."""
+    """The requested device; by default, a GPU if there is one."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device is visible to torch: leave out --device cuda")
     return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -85,7 +85,7 @@ def open_world(device: str | None = None) -> Iterator[World]:
     if kind == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(place)
-    # gloo beside NCCL, for what is on the CPU
+    # gloo beside NCCL, for tensors on the CPU
     dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     try:
         yield join_world(place)
@@ -94,9 +94,9 @@ def open_world(device: str | None = None) -> Iterator[World]:
 
 
 def join_world(device: torch.device | None = None) -> World:
-    """The processes of the default group, to meet in a new group; on the CPU by default.
+    """The processes of the default group, in a new group; by default on the CPU.
 
-    A thread needs a world of its own: two that meet in one group would take each other's messages.
+    Each thread needs its own group: two in the same group would take each other's messages.
     """
     device = device or torch.device("cpu")
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -106,7 +106,7 @@ def join_world(device: torch.device | None = None) -> World:
 
 
 def _make_portable(error: Exception | None) -> Exception | None:
-    # one that cannot be sent would leave the other processes waiting
+    # an exception that cannot be sent would leave the other processes waiting
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -149,7 +149,7 @@ sys.exit(main(sys.argv[2:]))
 def test_ctrl_c_stops_the_answer_and_not_the_program(run: Path) -> None:
     options = ["--device", "cpu", "--max-tokens", "400", "--seed", "1"]
     with open_terminal(SLOWLY, "chat", str(run), *options) as terminal:
-        terminal.wait(r"Ctrl-D leaves\.\n")
+        terminal.wait(r"Ctrl-D quits\.\n")
         terminal.wait("> ")
         terminal.type("first\n")
         terminal.wait(r"first\n.*\S")
@@ -161,7 +161,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(run: Path) -> None:
         terminal.type("a mistake")
         terminal.wait("a mistake")
         terminal.type("\x03")
-        terminal.wait("Ctrl-D leaves", again="\x03")
+        terminal.wait("Ctrl-D quits", again="\x03")
         # what was said before comes back with an arrow
         terminal.wait("> ")
         terminal.type("\x1b[A")

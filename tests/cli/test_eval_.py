@@ -82,7 +82,7 @@ def test_tasks_never_look_ahead(
     save_file({n: v for n, v in load_file(weights).items() if "predictor" not in n}, weights)
     tasks = ("--tasks", "python_syntax", "--limit", "5")
     assert main(["eval", str(folder), *tasks]) == 2
-    told = "trained to decide causally, so name its selector: use 'router' or 'all'"
+    told = "trained for causal routing, so name a selector: use 'router' or 'all'"
     assert told in capsys.readouterr().err
     assert evaluate(capsys, folder, *tasks, "--selector", "router")["selector"] == "router"
 
@@ -103,7 +103,7 @@ def test_dense_and_upcycled_agree_where_nothing_is_skipped(
     assert routed["rules"]["topk"]["loss"] != pytest.approx(wanted, abs=1e-2)
     assert routed["rules"]["topk"]["share_routed"] < 0.2
     assert main(["eval", str(tmp_path / "run")]) == 2
-    assert "has no data of its own: say with --text or --data" in capsys.readouterr().err
+    assert "has no data of its own: name some with --text or --data" in capsys.readouterr().err
 
 
 def test_mistakes_end_in_a_sentence(
@@ -112,10 +112,10 @@ def test_mistakes_end_in_a_sentence(
     text = str(run.with_name("text.txt"))
     for args, told in (
         ((str(tmp_path),), "is not a model"),
-        ((str(run), "--text", text, "--data", "data"), "and not both"),
+        ((str(run), "--text", text, "--data", "data"), "not both"),
         ((str(run), "--text", text, "--batch", "0"), "--batch 0 must be at least 1"),
         ((str(run), "--text", text, "--device", "tpu"), "neither cpu nor cuda"),
-        ((str(run), "--tasks", "x", "--selector", "magic"), "there is no selector 'magic'"),
+        ((str(run), "--tasks", "x", "--selector", "magic"), "unknown selector 'magic'"),
         ((str(run), "--text", text, "--limit", "3"), "--limit is for --tasks: name some"),
         ((str(run), "--fewshot", "1", "--selector", "all"), "--fewshot, --selector is for"),
         ((str(run), "--chat"), "--chat is for --tasks"),

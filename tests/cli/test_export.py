@@ -73,7 +73,10 @@ def test_mistakes_end_in_a_sentence(
     for args, told in (
         (["export", str(tmp_path / "none"), "--out", str(tmp_path / "out")], "there is no run"),
         (["export", str(run), "--out", str(run)], "is there already"),
-        (["export", str(run), "--out", str(tmp_path / "o"), "--selector", "best"], "no selector"),
+        (
+            ["export", str(run), "--out", str(tmp_path / "o"), "--selector", "best"],
+            "unknown selector",
+        ),
         (["import", str(tmp_path), "--out", str(tmp_path / "run")], "config.json"),
     ):
         assert main(args) == 2

@@ -88,7 +88,7 @@ def test_numbers_after_an_option_are_its_own() -> None:
         (["plan-memory", "tinny"], "there is no preset 'tinny'. Did you mean 'tiny'?"),
         ([*SMALL, "--gpus", "many"], "--gpus many must be whole numbers of GPUs, such as 8 64"),
         ([*SMALL, "--gpus", "0"], "--gpus 0 must be whole numbers of GPUs"),
-        ([*SMALL, "--gpus", "512"], "give a multiple of 512"),
+        ([*SMALL, "--gpus", "512"], "use a multiple of 512"),
         ([*SMALL, "train.shard_sise=8"], "no configuration field 'train.shard_sise'. Did you mean"),
         ([*SMALL, "--seq-len", "65"], "is more than the model's max_seq_len = 64"),
         ([*SMALL, "--flops-per-second", "0"], "must be greater than 0"),

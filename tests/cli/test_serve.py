@@ -44,7 +44,7 @@ def test_without_the_extra_it_says_what_to_install(
         (["--idle-seconds", "0"], "idle_seconds = 0.0 must be a positive number"),
         (["--api-key-file", "nowhere.txt"], "nowhere.txt: No such file"),
         (["--selector", "magic"], "--selector magic:"),
-        (["--name", "a", "--name", "b"], "--name is given 2 times, and models are 1"),
+        (["--name", "a", "--name", "b"], "--name is given 2 times for 1 model:"),
     ],
 )
 def test_mistakes_are_told_at_once(
@@ -63,7 +63,7 @@ def test_a_key_and_no_auth_do_not_go_together(
 
 def test_two_models_have_two_names(run: Path, refuse: Refuse) -> None:
     refuse(["serve", str(run), str(run)], "two models are called 'run': name each of them")
-    refuse(["serve", str(run), str(run), "--name", "a"], "--name is given 1 time, and models are 2")
+    refuse(["serve", str(run), str(run), "--name", "a"], "--name is given 1 time for 2 models:")
     refuse(["serve", str(run), "nowhere"], "there is no run or model at 'nowhere'")
 
 

@@ -112,7 +112,7 @@ def test_failures_are_named_and_tried_again(
     assert f"all runs (2) are finished; compare them with: depthmix report {fake.out}" in printed
     num_calls = len(fake.read_calls())
     assert main(options) == 0
-    assert "all runs (2) are finished, there is nothing left to do" in capsys.readouterr().out
+    assert "all runs (2) are already finished" in capsys.readouterr().out
     assert len(fake.read_calls()) == num_calls == 4
 
 
@@ -230,7 +230,7 @@ def test_runs_are_handed_to_slurm(
     parameters = {"timeout_min": 600, "slurm_partition": "long"}
     expected = {"num_jobs": None, "data": data, "device": "cuda", "parameters": parameters}
     assert handed == [expected]
-    assert "handed over 2 jobs, 7_0 to 7_1" in capsys.readouterr().out
+    assert "submitted 2 jobs, 7_0 to 7_1" in capsys.readouterr().out
     assert not (fake.root / "calls").exists()
 
 
@@ -253,4 +253,4 @@ def test_for_real(
     capsys.readouterr()
     assert main(options) == 0
     printed = capsys.readouterr().out
-    assert "there is nothing left to do" in printed
+    assert "already finished" in printed

@@ -110,21 +110,24 @@ def test_what_is_wrong_is_said(run: Path, words: Path, tmp_path: Path, ask: Ask)
     binary.write_bytes(b"\xff\xfe")
     cases = [
         (("trace", tmp_path / "none", "--text", words), "there is no run"),
-        (("trace", run, "--text", empty), "empty.txt is empty: give a text"),
+        (("trace", run, "--text", empty), "empty.txt is empty: give a file"),
         (("trace", run, "--text", binary), "binary is not text in UTF-8"),
         (("trace", run, "--text", tmp_path / "no.txt"), "no.txt: No such file"),
         (("trace", run, "--text", words, "--device", "tpu"), "--device tpu is neither"),
         (("trace", run, "--text", words, "--max-tokens", 0), "--max-tokens 0 must be"),
         (("trace", run, "--text", words, "--checkpoint", 3), "has no checkpoint '3'"),
         (("trace", run, "--text", words, "--out", tmp_path), "is a folder: name a file"),
-        (("trace", run, "--text", words, "--out", "-"), "not to the terminal: name one"),
+        (
+            ("trace", run, "--text", words, "--out", "-"),
+            "cannot write to the terminal: name a file",
+        ),
         (("trace", run, "--text", words, "--out", tmp_path / "a/b"), "there is no folder"),
         (("trace", run), "Missing option '--text'"),
-        (("view", run), "name a text for its model with --text FILE"),
+        (("view", run), "give its model a text with --text FILE"),
         (("view", tmp_path / "none.json"), "there is no trace"),
         (("view", tmp_path / "none", "--text", words), "there is no run"),
         (("view", words), "words.txt is not a trace"),
-        (("view", trace, "--text", words), "is a trace already: leave out --text"),
+        (("view", trace, "--text", words), "is already a trace: leave out --text"),
         (("view", trace, "--device", "cpu", "--max-tokens", 2), "out --max-tokens, --device"),
     ]
     for args, sentence in cases:

@@ -32,7 +32,7 @@ def test_upcycle_then_sample_and_trace(
     assert main(["upcycle", str(dense), *options, *SMALL]) == 0
     told = capsys.readouterr().out
     assert "3 of 4 blocks route: capacity 0.25, gate tanh1" in told
-    assert "computes what the dense model does" in told
+    assert "it still equals the dense model" in told
     assert f"depthmix train --from {run} --data DATA" in told
     assert f"train.teacher={dense}" in told
     assert f"--tokenizer {run}" in told
@@ -57,8 +57,8 @@ def test_mistakes_end_in_a_sentence(
         ((str(dense), *out, "--gate", "soft"), "--gate 'soft' does not fit"),
         ((str(dense), *out, "word"), "'word' is not a field"),
         ((str(tmp_path), *out), "is not a model"),
-        ((str(dense), *out, "--text", "a.txt"), "--text is for --least"),
-        ((str(dense), *out, "--device", "cpu"), "--device is for --least"),
+        ((str(dense), *out, "--text", "a.txt"), "--text needs --least"),
+        ((str(dense), *out, "--device", "cpu"), "--device needs --least"),
         ((str(dense), *out, "--least", "2"), "--least needs --text"),
         ((str(dense), *out, "--least", "0", "--text", "a.txt"), "--least 0 must be at least 1"),
         ((str(dense), *out, "--least", "5", "--text", "a.txt"), "5 blocks cannot route"),
@@ -67,7 +67,7 @@ def test_mistakes_end_in_a_sentence(
         ((str(dense), *out, "--least", "2", "--text", "a.txt", "norm_eps=0.1"), "norm_eps = 0.1"),
         (
             (str(dense), *out, "--least", "2", "--text", "a.txt", "routing.layers=[1]"),
-            "--least or routing.layers, and not both",
+            "--least or routing.layers, not both",
         ),
         (
             (str(dense), *out, "--least", "2", "--text", str(tmp_path / "none.txt")),
@@ -160,7 +160,10 @@ def test_heal_by_adapters_then_use_it_as_any_run(
         ((*lora, "train.lora_rank=33"), "train.lora_rank = 33 is more than the model's width 32"),
         ((*lora, "train.lora_alpha=-1"), "train.lora_alpha = -1.0 must be greater than 0"),
         ((*lora, "train.lora_blocks=some"), "must be one of 'routed', 'all'"),
-        ((*lora, "train.optimizer=muon"), "is not for Muon, which wants whole matrices: use adamw"),
+        (
+            (*lora, "train.optimizer=muon"),
+            "needs train.optimizer = adamw: muon updates whole matrices",
+        ),
         ((*lora, "routing.strategy=none"), "needs blocks that route: give train.lora_blocks=all"),
     ):
         place = ("--out", str(tmp_path / "wrong"))

@@ -298,7 +298,7 @@ def test_fields_are_found_by_names_that_they_had() -> None:
     assert fields.rename(Bounded, "count") == "count"
     assert fields.rename(Bounded, "nothing.number") == "nothing.number"
     with pytest.raises(
-        ValueError, match=r"^b\.number is what b\.count was called before: leave it out"
+        ValueError, match=r"^b\.number is the former name of b\.count: leave it out"
     ):
         fields.build(Bounded, {"number": 4, "count": 5}, "b.")
 

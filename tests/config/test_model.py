@@ -61,22 +61,22 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"routing.capacity": 1.01}, "routing.capacity", "(0, 1]"),
     ({"routing.capacity": math.nan}, "routing.capacity", "(0, 1]"),
     ({"routing.capacity": (0.5, -0.5)}, "routing.capacity", "(0, 1]"),
-    ({"routing.every": 5}, "routing.every", "none of the 4 blocks"),
+    ({"routing.every": 5}, "routing.every", "no routed block among 4"),
     ({"routing.first_dense": 4, "routing.every": 1}, "routing.first_dense", "'none'"),
     ({"routing.layers": ()}, "routing.layers = []", "from 0 to 3"),
     ({"routing.layers": (1, 4)}, "routing.layers = [1, 4]", "from 0 to 3"),
     ({"routing.layers": (-1, 2)}, "routing.layers = [-1, 2]", "from 0 to 3"),
-    ({"routing.layers": (2, 1)}, "routing.layers = [2, 1]", "rising order"),
-    ({"routing.layers": (1, 1)}, "routing.layers = [1, 1]", "different blocks"),
+    ({"routing.layers": (2, 1)}, "routing.layers = [2, 1]", "ascending order"),
+    ({"routing.layers": (1, 1)}, "routing.layers = [1, 1]", "distinct blocks"),
     ({"routing.layers": (1,), "routing.capacity": (0.5, 0.5)}, "routing.capacity", "1 blocks"),
     ({"routing.capacity": (0.5,)}, "routing.capacity", "2 blocks route (1, 3)"),
     ({"routing.capacity": ()}, "routing.capacity", "lists 0 numbers"),
     (
         {"routing.strategy": "early_exit", "routing.capacity": (0.25, 0.5)},
         "routing.capacity",
-        "must not rise with depth",
+        "must not increase with depth",
     ),
-    ({"routing.first_tokens": 9}, "routing.first_tokens", "8 places"),
+    ({"routing.first_tokens": 9}, "routing.first_tokens", "8 tokens"),
     (
         {"routing.strategy": "stochastic", "routing.aux_loss_weight": 0.1},
         "routing.aux_loss_weight",
@@ -449,7 +449,7 @@ def test_derived_values_fit_together(tree: dict[str, Any]) -> None:
         assert config.causal_selector is None
         assert config.choose_selector(None) is None
     elif config.causal_selector is None:
-        with pytest.raises(ValueError, match="no head of this model was trained"):
+        with pytest.raises(ValueError, match="no head trained for causal routing"):
             config.choose_selector(None)
     else:
         assert config.find_selector_problem(config.causal_selector) is None

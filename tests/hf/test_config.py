@@ -48,7 +48,7 @@ def test_has_transformers_names_too() -> None:
     [
         ({"width": 30, "num_heads": 8}, "width"),
         ({"routing": {"strategy": "best"}}, "routing.strategy"),
-        ({"selector": "oracle"}, "there is no selector 'oracle'"),
+        ({"selector": "oracle"}, "unknown selector 'oracle'"),
         ({"selector": "predictor", "routing": {"strategy": "token_choice"}}, "predictor"),
     ],
 )

@@ -390,8 +390,8 @@ def test_the_default_cache_holds_a_full_batch() -> None:
         ({"page_size": 0}, "page_size = 0 must be at least 1"),
         ({"page_size": -4}, "page_size = -4 must be at least 1"),
         ({"cache_tokens": 8, "page_size": 9}, "cache_tokens = 8 must be a page or more: 9"),
-        ({"selector": "topk"}, "selector 'topk' looks at tokens that are not written yet"),
-        ({"selector": "oracle"}, "there is no selector 'oracle'"),
+        ({"selector": "topk"}, "selector 'topk' needs tokens that are not generated yet"),
+        ({"selector": "oracle"}, "unknown selector 'oracle'"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], sentence: str) -> None:
@@ -555,7 +555,7 @@ def test_a_model_without_a_trained_head_is_told_who_decides(
     name: str, overrides: dict[str, Any], advice: str
 ) -> None:
     model = make_model(make_config(name, **overrides))
-    told = f"^no head of this model was trained to decide causally, .*: {advice}$"
+    told = f"^no head trained for causal routing to decide causally, .*: {advice}$"
     with pytest.raises(ValueError, match=told):
         Engine(model)
     assert Engine(model, selector="all").selector == "all"

@@ -38,7 +38,7 @@ def test_a_model_is_fetched_and_upcycled(
     # no code and no pickles
     assert not any(pattern.endswith((".py", ".bin", "*")) for pattern in PATTERNS)
     printed, errors = capsys.readouterr()
-    assert "getting owner/name from the Hugging Face hub" in errors
+    assert "downloading owner/name from the Hugging Face hub" in errors
     assert f"parameters of {dense} (llama)" in printed
     # a folder that is taken is refused before a download
     assert main(["upcycle", "owner/name", "--out", "run"]) == 2

@@ -279,7 +279,7 @@ def test_wrong_options_are_refused() -> None:
     model, tokens = make_model("mod_aux"), make_tokens(make_config("mod_aux"), 2, 5)
     with pytest.raises(ValueError, match=r"document_ids are \(2, 4\), tokens \(2, 5\)"):
         model._check(tokens, None, torch.zeros(2, 4), None)
-    with pytest.raises(ValueError, match="no selector 'top-k'"):
+    with pytest.raises(ValueError, match="unknown selector 'top-k'"):
         model(tokens, selector="top-k")
     with pytest.raises(ValueError, match=r"routing\.predictor = true"):
         model(tokens, selector="predictor")

@@ -208,7 +208,7 @@ def test_a_plan_without_runs_is_refused(tree: dict[str, Any]) -> None:
     [
         ({"train.seed": 1}, "train.seed is decided by the plan's seeds: take it away"),
         ({"train.flops": 1e9}, "train.flops is decided by the plan's budgets"),
-        ({"train.steps": 3}, "a run stops by one of steps, tokens and flops"),
+        ({"train.steps": 3}, "a run has one budget, steps, tokens or flops"),
         ({"widht": 3}, "no configuration field 'widht'"),
         ({"train.batch_size": 1000}, "this budget is less than one step"),
         # both sizes become the same

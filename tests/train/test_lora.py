@@ -210,9 +210,9 @@ def test_compiled_steps_have_the_same_losses(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"train.optimizer": "muon"}, "train.trainable = lora is not for Muon"),
+        ({"train.optimizer": "muon"}, "train.trainable = lora needs train.optimizer = adamw"),
         ({"train.lora_rank": 17}, "train.lora_rank = 17 is more than the model's width 16"),
-        ({"routing.strategy": "none"}, "train.lora_blocks = routed needs blocks that route"),
+        ({"routing.strategy": "none"}, "train.lora_blocks = routed needs routed blocks"),
     ],
     ids=str,
 )
@@ -228,5 +228,7 @@ def test_several_processes_are_refused() -> None:
     adapted = Recipe(trainable="lora", optimizer="adamw")
     adapted.check_sharing(1)
     Recipe(trainable="routers").check_sharing(2)
-    with pytest.raises(ValueError, match="merges whole matrices, which 2 GPUs would share"):
+    with pytest.raises(
+        ValueError, match="merges whole matrices, which cannot be sharded over 2 GPUs"
+    ):
         adapted.check_sharing(2, "GPUs")

@@ -1,7 +1,7 @@
-"""The `depthmix` command: one subcommand for each verb, and wiring only.
+"""The `depthmix` command line: one module per subcommand, and only wiring.
 
-Imports what a verb needs inside the verb, so that `--help` answers at once and nothing that plans
-or describes loads torch. A user's mistake ends in one sentence on stderr and exit code 2.
+A subcommand imports its dependencies when it runs, so that `--help` is fast and planning or
+describing a model does not load torch. User errors print one sentence on stderr and exit with 2.
 """
 
 import os
@@ -33,7 +33,7 @@ from depthmix.cli import (
 )
 from depthmix.cli.arguments import app
 
-# each of them adds its verb to `app`
+# importing a module registers its command with `app`
 __all__ = [
     "app",
     "chat",
@@ -57,7 +57,7 @@ __all__ = [
     "view",
 ]
 
-# click's base of every usage error; typer has moved it, this way to it has stayed
+# click's base class of usage errors; where typer keeps it has changed between releases
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
@@ -84,21 +84,21 @@ def _global_options(
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    # read when torch loads: threads that wait by spinning take the core from the one they wait for
+    # read when torch loads: threads that spin while waiting starve the thread they wait for
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = list(sys.argv[1:] if args is None else args) or ["--help"]
     try:
         code = app(args, prog_name="depthmix", standalone_mode=False) or 0
-        # what is still in the buffer may meet a closed pipe, which is not worth a traceback
+        # flush here, so that a closed pipe is caught below instead of ending in a traceback
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes once more at exit: let it
+        # Python flushes again at exit: send that to /dev/null
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except SystemExit as stop:
-        # of a verb that has said what there is to say, or of rich, whose reader is gone
+        # from a command that has already printed its message, or from rich after a closed pipe
         return stop.code if isinstance(stop.code, int) else 1
     except _UsageError as error:
         return _complain(error.format_message())  # pyrefly: ignore[missing-attribute]
@@ -108,11 +108,11 @@ def main(args: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return _complain(str(error))
     except (MemoryError, RuntimeError) as error:
-        # torch has no type of its own for a CPU that is out of memory
+        # torch has no exception type for running out of CPU memory
         phrases = ("out of memory", "not enough memory", "allocate memory")
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in phrases):
             raise
-        return _complain("there is not enough memory for this: take a smaller model or batch")
+        return _complain("out of memory: use a smaller model or batch")
     if code == 130:
         print("interrupted", file=sys.stderr)
     return code

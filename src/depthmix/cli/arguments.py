@@ -1,7 +1,6 @@
-"""What a command line says: models, fields to change, and help that lists verbs and fields.
+"""Parts shared by the commands: options, checks, field overrides, and the help pages.
 
-Owns what verbs share, which do not know each other: options, checks, the extras that they may need,
-a text that is traced, a line that is shown while something takes long.
+Commands do not import each other; anything that two of them need is here.
 """
 
 import re
@@ -25,15 +24,15 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 
 
 class Verbs(TyperGroup):
-    """All verbs, in the order of use and under headings."""
+    """The commands, grouped under headings in the order of use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names of the verbs, in the order of the help."""
+        """The names of the commands, in the order of the help page."""
         listed = [name for names in SECTIONS.values() for name in names]
         return sorted(self.commands, key=lambda n: listed.index(n) if n in listed else len(listed))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """A list under each heading; what has none comes last."""
+        """List the commands under their headings, any others last."""
         named = {name for names in SECTIONS.values() for name in names}
         others = tuple(name for name in self.list_commands(ctx) if name not in named)
         limit = formatter.width - 6 - max(map(len, self.commands))
@@ -49,7 +48,7 @@ class Verbs(TyperGroup):
 app = typer.Typer(
     name="depthmix",
     cls=Verbs,
-    help="Mixture-of-Depths transformers: train, sample, look at, convert and compare them.",
+    help="Train, sample, inspect, convert and compare Mixture-of-Depths transformers.",
     # plain help: rich takes three times as long to start
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -58,7 +57,7 @@ app = typer.Typer(
 
 LINE_WIDTH = 79
 
-# an unknown option may be a field, written the way other programs write it
+# an unknown option may be a field written as --field value
 FIELDS_ALLOWED = {"ignore_unknown_options": True}
 
 
@@ -72,35 +71,37 @@ Fields = Annotated[
 ]
 Data = Annotated[
     Path | None,
-    typer.Option(help="A folder made by 'prepare'; Python's standard library if empty."),
+    typer.Option(help="A folder made by 'prepare'. Default: Python's standard library."),
 ]
 Checkpoint = Annotated[
-    str | None, typer.Option(help="best, newest, or a step. Default: the best if known.")
+    str | None, typer.Option(help="best, newest, or a step. Default: best, if there is one.")
 ]
 TokenizerPlace = Annotated[
-    str | None, typer.Option(help="The tokenizer, for a run whose data is gone.")
+    str | None, typer.Option(help="The tokenizer, if the run's data is no longer there.")
 ]
 MaxTokens = Annotated[
-    int | None, typer.Option(help="Limit on the tokens of the text; all if empty.")
+    int | None, typer.Option(help="Read at most this many tokens of the text. Default: all.")
 ]
-# how tokens are drawn
+# sampling parameters
 Temperature = Annotated[
-    float, typer.Option(help="Divides the logits; 0 takes the most probable token.")
+    float, typer.Option(help="Divides the logits; 0 picks the most probable token.")
 ]
-TopK = Annotated[int, typer.Option(help="Draw among this many most probable tokens; 0 means all.")]
+TopK = Annotated[int, typer.Option(help="Sample from this many most probable tokens; 0 means all.")]
 TopP = Annotated[
-    float, typer.Option(help="Draw among the fewest tokens with this probability; 1 means all.")
+    float,
+    typer.Option(help="Sample from the fewest tokens with this total probability; 1 means all."),
 ]
 MinP = Annotated[
-    float, typer.Option(help="Leave out tokens below this fraction of the best; 0 means none.")
+    float,
+    typer.Option(help="Drop tokens less probable than this fraction of the best; 0 drops none."),
 ]
 RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1, tokens that occurred are less likely.")
+    float, typer.Option(help="Above 1, tokens that already occurred are less likely.")
 ]
 Selector = Annotated[
     str | None,
     typer.Option(
-        help="What decides over depth: predictor, router, or all to skip nothing.",
+        help="How tokens are routed: by predictor, by router, or all to skip nothing.",
         show_default="the trained head",
     ),
 ]
@@ -108,7 +109,7 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if
 
 
 class ModelsAndFields(NamedTuple):
-    """The positional arguments of a verb that takes models and overrides."""
+    """The positional arguments of a command that takes models and overrides."""
 
     models: list[str]
     overrides: dict[str, str]
@@ -118,7 +119,7 @@ class PlainCommand(TyperCommand):
     """A command whose help lists its arguments without Python types."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Every argument and option, with its line."""
+        """Every argument and option, with its help line."""
         for parameter in self.params:
             if parameter.param_type_name == "argument":
                 # typer would add `<list[str]>`
@@ -132,7 +133,7 @@ class FieldsCommand(PlainCommand):
     train = False
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """List the fields, read from the configurations' own docstrings."""
+        """List the fields, as documented in the configuration classes."""
         from depthmix.config import ModelConfig, Recipe
         from depthmix.config.fields import format_defaults
 
@@ -148,13 +149,13 @@ class FieldsCommand(PlainCommand):
 
 
 class RunFieldsCommand(FieldsCommand):
-    """A command whose help ends with every field of a model and of a recipe."""
+    """A command whose help ends with every field of a model and of a training recipe."""
 
     train = True
 
 
 def list_fields(*, train: bool) -> dict[str, str]:
-    """Every field with its explanation; those of a recipe have a prefix."""
+    """Every field with its description; a recipe's fields have the prefix `train.`."""
     from depthmix.config import ModelConfig, Recipe
     from depthmix.config.fields import document_fields
 
@@ -163,9 +164,9 @@ def list_fields(*, train: bool) -> dict[str, str]:
 
 
 def split_arguments(arguments: Sequence[str], *, train: bool = False) -> ModelsAndFields:
-    """Separate models from overrides: with a `=` it is an override, with or without dashes.
+    """Separate models from overrides; an override has a `=`, and may begin with dashes.
 
-    `train` also knows the fields of a recipe.
+    With `train`, a recipe's fields are accepted too.
     """
     from depthmix.config.fields import parse_override
     from depthmix.config.train import update_names
@@ -185,9 +186,9 @@ def split_arguments(arguments: Sequence[str], *, train: bool = False) -> ModelsA
 
 @contextmanager
 def name_flags(*fields: str, prefix: str = "") -> Iterator[None]:
-    """Let errors name the flags that were given, not the fields that these set.
+    """Make errors name the flags that were given instead of the fields they set.
 
-    `train.steps = 0 must …` becomes `--steps 0 must …`; `prefix` is what fields have before it.
+    `train.steps = 0 must …` becomes `--steps 0 must …`; `prefix` is the fields' prefix.
     """
     try:
         yield
@@ -203,7 +204,7 @@ def check_device(device: str | None) -> None:
     """Refuse an unknown --device; None means to choose one."""
     if device == "mps":
         raise ValueError(
-            "--device mps is not supported, because nothing has been tested on Apple's GPUs: use "
+            "--device mps is not supported: depthmix has not been tested on Apple's GPUs; use "
             "--device cpu"
         )
     if device not in (None, "cpu", "cuda"):
@@ -211,23 +212,23 @@ def check_device(device: str | None) -> None:
 
 
 def check_out(out: Path) -> None:
-    """Refuse an --out that cannot be written, before the work and not after it."""
+    """Refuse an --out that cannot be written, before any work is done."""
     if str(out) == "-":
-        raise ValueError("--out writes a file, not to the terminal: name one")
+        raise ValueError("--out cannot write to the terminal: name a file")
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder: name a file")
     if not out.parent.is_dir():
-        raise ValueError(f"there is no folder {out.parent} for --out {out}: make it first")
+        raise ValueError(f"--out {out}: there is no folder {out.parent}; create it first")
 
 
 def read_length(overrides: Mapping[str, str]) -> int | None:
-    """A `max_seq_len` among fields to change; one that is not a number is refused later."""
+    """The override of `max_seq_len`, if any; one that is not a number is refused later."""
     length = overrides.get("max_seq_len", "")
     return int(length) if length.isdecimal() else None
 
 
 def read_file(option: str, file: str) -> str:
-    """The text of a file that an option names, or of stdin."""
+    """The text of the file that an option names; `-` is stdin."""
     data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     try:
         return data.decode()
@@ -236,10 +237,10 @@ def read_file(option: str, file: str) -> str:
 
 
 def read_text(file: str) -> str:
-    """The text of the file that --text names, which must not be empty."""
+    """The text of the file that --text names; refuses an empty one."""
     found = read_file("--text", file)
     if not found:
-        raise ValueError(f"--text {file} is empty: give a text with at least one character")
+        raise ValueError(f"--text {file} is empty: give a file with at least one character")
     return found
 
 
@@ -251,8 +252,8 @@ def trace_text(
     max_tokens: int | None = None,
     device: str | None = None,
 ) -> dict[str, Any]:
-    """Trace a model over the text of a file, with a bar on stderr."""
-    # mistakes are found before torch takes its seconds to load
+    """Trace a model on a file's text, with a progress bar on stderr."""
+    # check the arguments first: torch takes seconds to load
     check_device(device)
     words = read_text(text)
     from rich.console import Console
@@ -277,7 +278,7 @@ def trace_text(
 
 @contextmanager
 def name_missing_extra(extra: str) -> Iterator[None]:
-    """Say which extra has the package that an import did not find."""
+    """Turn a missing package into an error that names the extra to install."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -288,7 +289,8 @@ def name_missing_extra(extra: str) -> Iterator[None]:
 
 @contextmanager
 def show_line(what: str) -> Iterator[Callable[[], object] | None]:
-    """Gives a function that shows a line on stderr, if that is a terminal, until the block ends."""
+    """Yields a function that shows a line on stderr until the block ends, or None if stderr is not
+    a terminal."""
     screen = sys.stderr
     if not screen.isatty():
         yield None
@@ -311,7 +313,7 @@ def show_line(what: str) -> Iterator[Callable[[], object] | None]:
 
 
 def _read_option(argument: str, following: Sequence[str], train: bool) -> tuple[str, str]:
-    """An unknown option: a field if it carries its value, else a sentence that helps."""
+    """An unknown option: a field if it carries a value, else an error with a suggestion."""
     from depthmix.config.fields import suggest
     from depthmix.config.train import update_names
 

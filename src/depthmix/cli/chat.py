@@ -1,4 +1,4 @@
-"""The verb that talks with a model in the terminal."""
+"""`depthmix chat`: talk with a model in the terminal."""
 
 import signal
 import sys
@@ -30,17 +30,15 @@ from depthmix.cli.arguments import (
 @app.command(cls=PlainCommand)
 def chat(
     model: ModelPath,
-    system: Annotated[
-        str | None, typer.Option(help="What the model is told first.", metavar="TEXT")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
+    system: Annotated[str | None, typer.Option(help="The system prompt.", metavar="TEXT")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     temperature: Temperature = 0.8,
     top_k: TopK = 0,
     top_p: TopP = 0.95,
     min_p: MinP = 0.0,
     repetition_penalty: RepetitionPenalty = 1.0,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same answers; a new one if empty.")
+        int | None, typer.Option(help="The same seed gives the same answers. Default: a new one.")
     ] = None,
     color: Annotated[
         bool, typer.Option("--color", help="Shade each token by the routed blocks it used.")
@@ -52,8 +50,8 @@ def chat(
 ) -> None:
     """Talk with a model in the terminal.
 
-    By its chat template, if it has one; else it goes on with your text. Ctrl-C stops an answer,
-    Ctrl-D leaves, /help lists commands.
+    Uses the model's chat template, if it has one; otherwise the model continues your text. Ctrl-C
+    stops an answer, Ctrl-D quits, /help lists commands.
 
     \b
     For example:
@@ -73,7 +71,7 @@ def chat(
     opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)
     sampler = start_sampler(opened, device=device, selector=selector, max_batch=1)
     talk = Talk(sampler, params, chat=opened.chat, system=system, color=color, screen=sys.stdout)
-    with show_line("compiling kernels (once: they are kept for the next time)") as progress:
+    with show_line("compiling kernels (once: they are cached for the next time)") as progress:
         sampler.warm_up_all(progress)
     _tell(talk.begin())
     read = _make_reader()
@@ -81,8 +79,8 @@ def chat(
         try:
             line = read()
         except KeyboardInterrupt:
-            # what was typed is gone, and nothing else
-            _tell("\nCtrl-D leaves")
+            # drops the line being typed, nothing else
+            _tell("\nCtrl-D quits")
             continue
         except EOFError:
             break
@@ -101,10 +99,10 @@ def chat(
 
 
 def _answer(talk: Any, text: str) -> int:
-    """Let the model answer; returns the exit code that a signal asks for, else 0."""
+    """Print an answer; returns the exit code that a signal asks for, else 0."""
     from depthmix.interrupt import Interrupt
 
-    # however often Ctrl-C is pressed, it is about the answer
+    # Ctrl-C stops the answer, never the program, however often it is pressed
     with Interrupt(raises=False) as interrupt:
         _tell(talk.answer(text, lambda: interrupt.signal))
     others = [number for number in interrupt.signals if number != signal.SIGINT]
@@ -112,10 +110,10 @@ def _answer(talk: Any, text: str) -> int:
 
 
 def _make_reader() -> Callable[[], str]:
-    """A function that reads the next line; in a terminal, with the lines before it by ↑."""
+    """A function that reads the next line; in a terminal, ↑ recalls earlier lines."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
-        # `input` uses it once it is there; not every Python has it
+        # `input` uses it once it is imported; some builds of Python lack it
         with suppress(ImportError):
             import readline  # noqa: F401
 
@@ -130,6 +128,6 @@ def _make_reader() -> Callable[[], str]:
 
 
 def _tell(sentence: str) -> None:
-    # on stderr, so that stdout has the answers alone
+    # on stderr, so that stdout has only the answers
     sys.stdout.flush()
     print(sentence, file=sys.stderr, flush=True)

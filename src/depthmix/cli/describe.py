@@ -1,4 +1,4 @@
-"""The verb that shows models as numbers. It does not load torch."""
+"""`depthmix describe`: show models in numbers. Does not load torch."""
 
 from typing import Annotated
 
@@ -25,7 +25,7 @@ def describe(
     ] = None,
     seq_len: Annotated[
         int | None,
-        typer.Option(help="Tokens in a sequence. Default: each model's max_seq_len."),
+        typer.Option(help="Tokens per sequence. Default: each model's max_seq_len."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print raw numbers and full configurations as JSON.")

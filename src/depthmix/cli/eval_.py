@@ -1,4 +1,4 @@
-"""The verb that measures a model on text and tasks."""
+"""`depthmix eval`: measure a model on text and tasks."""
 
 import json
 from pathlib import Path
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 Text = Annotated[
     list[str] | None,
-    typer.Option(help="A file of text; - is stdin; may be repeated.", metavar="FILE"),
+    typer.Option(help="A text file, or - for stdin; may be repeated.", metavar="FILE"),
 ]
 Tasks = Annotated[
     str | None,
     typer.Option(
-        help="Tasks of lm-eval by name, .yaml files, or python_syntax, which is included; "
-        "commas between them."
+        help="Tasks, separated by commas: names from lm-eval, .yaml files, or the built-in "
+        "python_syntax."
     ),
 ]
 
@@ -41,43 +41,43 @@ def evaluate(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="A folder made by 'prepare': its validation split.",
-            show_default="the run's own, without --text and --tasks",
+            help="A folder made by 'prepare'; its validation split is read.",
+            show_default="the run's own, without --text or --tasks",
         ),
     ] = None,
     tasks: Tasks = None,
     include: Annotated[
         list[Path] | None,
-        typer.Option(help="A folder of further lm-eval tasks; may be repeated.", metavar="DIR"),
+        typer.Option(help="A folder of more lm-eval tasks; may be repeated.", metavar="DIR"),
     ] = None,
     fewshot: Annotated[
-        int | None, typer.Option(help="Examples before each question; the task's own if empty.")
+        int | None, typer.Option(help="Examples before each question. Default: set by the task.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Limit on the questions of each task.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Most questions of each task.")] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Use the model's chat template for tasks.")
     ] = False,
     selector: Annotated[
         str | None,
         typer.Option(
-            help="For tasks, what decides over depth: predictor, router, topk or all.",
+            help="How tokens are routed in tasks: by predictor, router or topk, or all.",
             show_default="the trained head",
         ),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Limit on the tokens of the text or data; all if empty.")
+        int | None, typer.Option(help="Read at most this many tokens. Default: all.")
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(help="Tokens in a window; the model's max_seq_len if empty.")
+        int | None, typer.Option(help="Tokens per window. Default: the model's max_seq_len.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Windows, or questions, at a time.")] = 8,
+    batch: Annotated[int, typer.Option(help="Windows or questions per batch.")] = 8,
     tokenizer: TokenizerPlace = None,
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:
     """Measure a model on text and on tasks.
 
-    Top-k sees future tokens when it chooses; the causal loss is what a user of the model gets.
+    Top-k routing sees future tokens; the causal loss is the one that generation gets.
 
     \b
     For example:
@@ -90,7 +90,7 @@ def evaluate(
         if value is not None and value < 1:
             raise ValueError(f"{name} {value} must be at least 1")
     if text and data is not None:
-        raise ValueError("give --text or --data, and not both")
+        raise ValueError("give --text or --data, not both")
     reads = bool(text) or data is not None or not tasks
     for_tasks = {"--include": include, "--fewshot": fewshot, "--limit": limit}
     for_tasks |= {"--selector": selector, "--chat": chat or None}
@@ -150,7 +150,7 @@ def read_stream(
         used = starts[-1]["data"] if starts else {}
         if not used.get("hash"):
             raise ValueError(
-                f"{model.path} has no data of its own: say with --text or --data what to read"
+                f"{model.path} has no data of its own: name some with --text or --data"
             )
         data = Path(used["folder"])
     return read_corpus(Corpus.open(data), max_tokens)

@@ -1,4 +1,4 @@
-"""The verb that exports a model for transformers."""
+"""`depthmix export`: write a model for transformers."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,12 +22,15 @@ def export(
     checkpoint: Checkpoint = None,
     tokenizer: TokenizerPlace = None,
     no_tokenizer: Annotated[
-        bool, typer.Option("--no-tokenizer", help="Write no tokenizer, for a run trained on ids.")
+        bool,
+        typer.Option(
+            "--no-tokenizer", help="Leave out the tokenizer, for a run trained on token ids."
+        ),
     ] = False,
     selector: Annotated[
         str | None,
         typer.Option(
-            help="What decides over depth outside training: predictor, router, topk or all.",
+            help="How tokens are routed outside training: by predictor, router or topk, or all.",
             show_default="the trained head",
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""The verb that turns what transformers saved into a run."""
+"""`depthmix import`: turn a folder that transformers saved into a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,9 +11,10 @@ from depthmix.cli.arguments import PlainCommand, app
 @app.command("import", cls=PlainCommand)
 def import_(
     folder: Annotated[
-        Path, typer.Argument(help="A folder that was exported or saved.", metavar="DIR")
+        Path,
+        typer.Argument(help="A folder written by 'export' or by save_pretrained.", metavar="DIR"),
     ],
-    out: Annotated[Path, typer.Option(help="The folder of the new run.", metavar="RUN")],
+    out: Annotated[Path, typer.Option(help="The new run's folder.", metavar="RUN")],
 ) -> None:
     """Turn a folder that transformers saved into a run.
 

@@ -1,4 +1,4 @@
-"""The verb that counts what many GPUs would take, before they are rented."""
+"""`depthmix plan-memory`: estimate the memory and time of training on many GPUs."""
 
 import json
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ def plan_memory(
     ],
     gpus: Annotated[
         list[str] | None,
-        typer.Option(metavar="N...", help="Numbers of GPUs, a column for each; 8 if empty."),
+        typer.Option(metavar="N...", help="Numbers of GPUs, one column each. Default: 8."),
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence; the model's max_seq_len if empty.")
+        int | None, typer.Option(help="Tokens per sequence. Default: the model's max_seq_len.")
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs that share a node and NVLink.")] = 8,
     flops_per_second: Annotated[
@@ -38,10 +38,10 @@ def plan_memory(
     ] = 3600,
     as_json: Annotated[bool, typer.Option("--json", help="Print raw numbers as JSON.")] = False,
 ) -> None:
-    """Count what training on many GPUs takes.
+    """Estimate the memory and time of training on many GPUs.
 
-    Shards are cut for real, on this machine and without its memory; activations are estimated,
-    times follow from the rates that you state. For example:
+    Parameters are sharded as in training, but without allocating them; activations are estimated,
+    and times follow from the rates that you give. For example:
 
     depthmix plan-memory 1b train.batch_size=512 --gpus 8 64 512
     """
@@ -56,7 +56,7 @@ def plan_memory(
     if seq_len is not None:
         overrides["train.seq_len"] = str(seq_len)
     run = make_run_config(names[0], overrides)
-    # after what can be wrong: torch takes seconds to load
+    # after the checks: torch takes seconds to load
     from depthmix.train.memory import Cluster, estimate_run, print_estimates
 
     rates = (flops_per_second, nvlink * 1e9 / 8, network * 1e9 / 8)

@@ -1,4 +1,4 @@
-"""The verb that tokenises text into a folder that training reads."""
+"""`depthmix prepare`: tokenise text into a folder that training reads."""
 
 import shlex
 from pathlib import Path
@@ -15,7 +15,7 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="SOURCE",
-            help="Text, JSONL, Parquet or token files, folders of them, hf:OWNER/NAME, stdlib.",
+            help="Text, JSONL, Parquet or token files, folders of them, hf:OWNER/NAME, or stdlib.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the tokenised data.")],
@@ -25,7 +25,7 @@ def prepare(
     ] = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option(help="Ids of the tokenizer to train if none is given (4096)."),
+        typer.Option(help="Vocabulary size of a new tokenizer. Default: 4096."),
     ] = None,
     val: Annotated[
         list[str] | None,
@@ -38,19 +38,17 @@ def prepare(
         str, typer.Option(help="The text's field in JSONL and Parquet.")
     ] = "text",
     token_dtype: Annotated[
-        str | None, typer.Option(help="Type of the ids in a .bin file: uint16 or uint32.")
+        str | None, typer.Option(help="Type of the token ids in a .bin file: uint16 or uint32.")
     ] = None,
     end_token: Annotated[
-        int | None, typer.Option(help="Id that ends a document, if it cannot be detected.")
+        int | None, typer.Option(help="Token id that ends a document, if it cannot be detected.")
     ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Threads; one for each core if empty.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Decides which documents are for validation.")] = 0,
+    workers: Annotated[int | None, typer.Option(help="Threads. Default: one per core.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed that picks the documents for validation.")] = 0,
 ) -> None:
     """Tokenise text into a folder that training reads.
 
-    If it is stopped for any reason, the same command resumes it.
+    If it is interrupted, run the same command again to resume.
 
     \b
     For example:
@@ -87,8 +85,8 @@ def prepare(
     next_command = f"depthmix train --data {shlex.quote(str(out))}"
     num_tokens, seq_len = manifest.splits["train"].num_tokens, load_config("demo").max_seq_len
     if num_tokens <= seq_len:
-        # a row has one token more than its sequence, the last target
-        parts.append(f"little text, fewer tokens than a sequence of {seq_len}")
+        # a row has one token more than its sequence: the last target
+        parts.append(f"fewer tokens than one sequence of {seq_len}")
         next_command += f" train.seq_len={num_tokens - 1}"
     for line in (f"{out}: {'; '.join(parts)}", f"next: {next_command}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

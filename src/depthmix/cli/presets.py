@@ -1,4 +1,4 @@
-"""The verb that lists the presets. It does not load torch."""
+"""`depthmix presets`: list the presets. Does not load torch."""
 
 from depthmix.cli.arguments import app
 

@@ -1,4 +1,4 @@
-"""The verb that turns runs into figures and a page. Nothing here loads torch."""
+"""`depthmix report`: compare runs on a page with charts. Does not load torch."""
 
 import shlex
 from pathlib import Path
@@ -12,19 +12,19 @@ from depthmix.cli.arguments import PlainCommand, app
 @app.command(cls=PlainCommand)
 def report(
     folder: Annotated[
-        Path, typer.Argument(help="A folder to look for runs in.", metavar="DIR")
+        Path, typer.Argument(help="A folder to search for runs.", metavar="DIR")
     ] = Path("runs"),
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the page and its images; DIR/report if empty.", metavar="DIR"
+            help="Folder for the page and its images. Default: DIR/report.", metavar="DIR"
         ),
     ] = None,
 ) -> None:
     """Compare the runs in a folder, on a page with charts.
 
-    Fits isoFLOP curves, finds their minima and compares them with the dense ones. Runs that are
-    not finished are named and left out. For example:
+    Fits isoFLOP curves, finds their minima and compares them with dense models. Unfinished runs
+    are listed and left out. For example:
 
     depthmix report runs/isoflop
     """

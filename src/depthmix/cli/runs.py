@@ -1,4 +1,4 @@
-"""The verb that lists runs."""
+"""`depthmix runs`: list runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,13 +11,13 @@ from depthmix.cli.arguments import PlainCommand, app
 @app.command(cls=PlainCommand)
 def runs(
     folder: Annotated[
-        Path, typer.Argument(help="A run, or a folder to look for runs in.", metavar="FOLDER")
+        Path, typer.Argument(help="A run, or a folder to search for runs.", metavar="FOLDER")
     ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
     """List runs in a table, with progress and losses.
 
-    A 'stopped' run was killed; it can be resumed like an interrupted one.
+    A 'stopped' run was killed; resume it like an interrupted one.
     """
     from depthmix.runs import list_runs, print_runs, to_json
 

@@ -1,4 +1,4 @@
-"""The verb that writes text with a trained model."""
+"""`depthmix sample`: generate text with a trained model."""
 
 import random
 import re
@@ -43,15 +43,15 @@ def sample(
     file: Annotated[
         str | None,
         typer.Option(
-            help="A file whose text, without its last line end, is one more prompt; - is stdin.",
+            help="A file with one more prompt; its final newline is dropped. - is stdin.",
             metavar="FILE",
         ),
     ] = None,
     keep_newline: Annotated[
-        bool, typer.Option("--keep-newline", help="Keep the line end at the end of --file.")
+        bool, typer.Option("--keep-newline", help="Keep the final newline of --file.")
     ] = False,
-    n: Annotated[int, typer.Option("--n", "-n", help="Samples of each prompt.")] = 1,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate per sample.")] = 128,
+    n: Annotated[int, typer.Option("--n", "-n", help="Samples per prompt.")] = 1,
+    max_tokens: Annotated[int, typer.Option(help="Longest sample, in tokens.")] = 128,
     temperature: Temperature = 0.8,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -69,24 +69,26 @@ def sample(
     ] = False,
     seed: Annotated[
         int | None,
-        typer.Option(help="The same seed gives the same texts; a new one if empty."),
+        typer.Option(help="The same seed gives the same text. Default: a new one."),
     ] = None,
     selector: Selector = None,
     stream: Annotated[
         bool | None,
         typer.Option(
             "--stream/--no-stream",
-            help="Print text as it is generated; several samples, each when it is done.",
+            help="Print text as it is generated; several samples are printed as each one finishes.",
             show_default="on a terminal",
         ),
     ] = None,
     color: Annotated[
         bool, typer.Option("--color", help="Shade each token by the routed blocks it used.")
     ] = False,
-    echo: Annotated[bool, typer.Option("--echo/--no-echo", help="Print prompts, too.")] = True,
+    echo: Annotated[bool, typer.Option("--echo/--no-echo", help="Print the prompts, too.")] = True,
     logprobs: Annotated[
         int | None,
-        typer.Option(help="With --json: log-probabilities, and those of this many alternatives."),
+        typer.Option(
+            help="With --json: log-probabilities of the tokens and of this many alternatives."
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print each sample as one line of JSON.")
@@ -96,22 +98,22 @@ def sample(
     device: Device = None,
     batch: Annotated[int, typer.Option(help="Most samples in parallel.")] = MAX_BATCH,
 ) -> None:
-    """Write text with a trained model.
+    """Generate text with a trained model.
 
-    A last line reports the speed, the time to load and compile, and what routing saved. Ctrl-C
-    keeps the text so far.
+    The last line reports the speed, the time to load and compile, and how much routing saved.
+    Ctrl-C keeps the text generated so far.
 
     \b
     For example:
       depthmix sample runs/demo-20261115-142233 --prompt "def main(" --color
       depthmix sample runs/demo-20261115-142233 --file start.txt -n 4 --top-p 0.9 --json
     """
-    # what can be wrong is asked before torch takes its seconds to load
+    # check the arguments first: torch takes seconds to load
     check_device(device)
     if batch < 1:
         raise ValueError(f"--batch {batch} must be at least 1")
     if as_json and color:
-        raise ValueError("--json has the depth of each token and no colours: leave out --color")
+        raise ValueError("--json prints no colours, but the depth of each token: leave out --color")
     if logprobs is not None and not as_json:
         raise ValueError("--logprobs are printed with --json only: add it")
     if keep_newline and file is None:
@@ -143,13 +145,13 @@ def sample(
     if stream is None:
         stream = sys.stdout.isatty() and n * len(texts) == 1
     show = Show(sampler, texts, params, stream=stream, color=color, echo=echo, as_json=as_json)
-    # outside of Interrupt: at this point there is no text to keep
-    with show_line("compiling kernels (once: they are kept for the next time)") as progress:
+    # outside of Interrupt: there is no text to keep yet
+    with show_line("compiling kernels (once: they are cached for the next time)") as progress:
         show.warm_up(progress)
     with Interrupt() as interrupt:
         show.run(lambda: interrupt.signal)
     if not as_json:
-        # on stderr, so that stdout has the text alone
+        # on stderr, so that stdout has only the text
         with_seed = seed is None and temperature > 0
         for line in show.summarize(with_seed=with_seed, with_start=True):
             print(line, file=sys.stderr)
@@ -160,16 +162,16 @@ def sample(
 def read_prompts(
     prompts: list[str] | None, file: str | None, *, keep_newline: bool = False
 ) -> list[str]:
-    """All prompts; if there are none, an empty one."""
+    """All prompts, or one empty prompt if there are none."""
     texts = list(prompts or [])
     if file is not None:
         text = read_file("--file", file)
-        # editors end every file with a newline, after which a model begins another line
+        # editors end files with a newline, after which the model would start another line
         texts.append(text if keep_newline else text.removesuffix("\n").removesuffix("\r"))
     return texts or [""]
 
 
 def read_escapes(text: str) -> str:
-    r"""A text in which \n, \t, \r and \\ stand for what a shell cannot easily pass; others stay."""
+    r"""Replace the escapes \n, \t, \r and \\, which are hard to pass through a shell."""
     meant = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
     return re.sub(r"\\([ntr\\])", lambda match: meant[match[1]], text)

@@ -1,4 +1,4 @@
-"""The verb that serves a model over HTTP."""
+"""`depthmix serve`: serve models over HTTP."""
 
 from functools import partial
 from pathlib import Path
@@ -31,13 +31,13 @@ def serve(
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen at; others than loopback need a key.")
+        str, typer.Option(help="Address to listen on; any but loopback needs a key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     name: Annotated[
         list[str] | None,
         typer.Option(
-            help="What clients call the model; of two, give it twice.",
+            help="The model's name in the API; for two models, give it twice.",
             metavar="NAME",
             show_default="its folder",
         ),
@@ -49,53 +49,61 @@ def serve(
         ),
     ] = None,
     no_auth: Annotated[
-        bool, typer.Option("--no-auth", help="Listen to others without a key.")
+        bool, typer.Option("--no-auth", help="Listen beyond loopback without a key.")
     ] = False,
     cors_origin: Annotated[
         list[str] | None,
-        typer.Option(help="A site whose pages may call; may be repeated.", metavar="URL"),
+        typer.Option(
+            help="An origin whose pages may call the API; may be repeated.", metavar="URL"
+        ),
     ] = None,
     selector: Selector = None,
     batch: Annotated[
         int | None,
-        typer.Option(help="Most samples at a time.", show_default="8 on a CPU, 256 on a GPU"),
+        typer.Option(help="Most samples in parallel.", show_default="8 on a CPU, 256 on a GPU"),
     ] = None,
     cache_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Room for tokens that go through every block.",
-            show_default="the batch, in half of the free memory",
+            help="Size of the cache, in tokens that go through every block.",
+            show_default="enough for the batch, at most half of the free memory",
         ),
     ] = None,
-    max_queue: Annotated[int, typer.Option(help="Most samples that wait; more get 429.")] = 256,
+    max_queue: Annotated[
+        int, typer.Option(help="Most samples waiting; further requests get 429.")
+    ] = 256,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(help="Longest prompt.", show_default="what the model takes")
+        int | None, typer.Option(help="Longest prompt.", show_default="the model's limit")
     ] = None,
-    max_n: Annotated[int, typer.Option(help="Most samples of one prompt.")] = 16,
-    max_samples: Annotated[int, typer.Option(help="Most samples of one request.")] = 128,
-    max_body_bytes: Annotated[int, typer.Option(help="Largest body of a request.")] = 4 << 20,
-    max_connections: Annotated[int, typer.Option(help="Most connections; more get 503.")] = 512,
-    header_seconds: Annotated[float, typer.Option(help="Time for a request's head.")] = 10.0,
-    body_seconds: Annotated[float, typer.Option(help="Time for a request's body.")] = 30.0,
+    max_n: Annotated[int, typer.Option(help="Most samples per prompt.")] = 16,
+    max_samples: Annotated[int, typer.Option(help="Most samples per request.")] = 128,
+    max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = 4 << 20,
+    max_connections: Annotated[
+        int, typer.Option(help="Most connections; further ones get 503.")
+    ] = 512,
+    header_seconds: Annotated[
+        float, typer.Option(help="Time limit for a request's headers.")
+    ] = 10.0,
+    body_seconds: Annotated[float, typer.Option(help="Time limit for a request's body.")] = 30.0,
     idle_seconds: Annotated[
-        float, typer.Option(help="Time that a connection may wait between requests.")
+        float, typer.Option(help="Time that a connection may be idle between requests.")
     ] = 75.0,
     write_seconds: Annotated[
         float, typer.Option(help="Time that a client may leave an answer unread.")
     ] = 60.0,
     drain_seconds: Annotated[
-        float, typer.Option(help="Time for requests to finish after SIGTERM.")
+        float, typer.Option(help="Time for running requests to finish after SIGTERM.")
     ] = 30.0,
     checkpoint: Checkpoint = None,
     tokenizer: TokenizerPlace = None,
     device: Device = None,
 ) -> None:
-    """Serve a model over HTTP, to programs and on a page.
+    """Serve a model over HTTP, with an API and a web page.
 
-    Open the address in a browser for the page, which shows depth as text is written. Programs find
-    OpenAI's interface at /v1, and /tokenize, /detokenize, /health and /metrics. Of two models,
-    requests choose by 'model', and the first is the default. SIGTERM or Ctrl-C lets running
-    requests finish.
+    Open the address in a browser for the page, which shows the depth of each token as text is
+    generated. Programs use OpenAI's API at /v1; there are also /tokenize, /detokenize, /health and
+    /metrics. With two models, a request chooses by 'model'; the first is the default. After SIGTERM
+    or Ctrl-C, running requests may finish.
 
     \b
     For example:
@@ -103,7 +111,7 @@ def serve(
       depthmix serve runs/demo-20261115-142233/mod runs/demo-20261115-142233/dense
       depthmix serve runs/demo-20261115-142233 --host 0.0.0.0 --api-key-file key.txt
     """
-    # what can be wrong is asked before torch takes its seconds to load
+    # check the arguments first: torch takes seconds to load
     check_device(device)
     for option, value in (("--batch", batch), ("--cache-tokens", cache_tokens)):
         if value is not None and value < 1:
@@ -142,11 +150,12 @@ def serve(
     paths = [model] if other is None else [model, other]
     if name is not None and len(name) != len(paths):
         times = f"{len(name)} time{'' if len(name) == 1 else 's'}"
-        raise ValueError(f"--name is given {times}, and models are {len(paths)}: name each of them")
+        models = f"{len(paths)} model{'' if len(paths) == 1 else 's'}"
+        raise ValueError(f"--name is given {times} for {models}: give one name for each")
     offers = []
     for path, called in zip(paths, name or [None] * len(paths), strict=True):
         opened = open_model(path, checkpoint=checkpoint, tokenizer=tokenizer)
-        # a dense model beside a routed one has nothing to decide
+        # --selector does not apply to a dense model beside a routed one
         decider = selector if len(paths) == 1 or opened.config.routed_layers else None
         problem = opened.config.find_selector_problem(decider)
         if problem is not None:

@@ -1,4 +1,4 @@
-"""The verb that trains all runs of a plan, and says how that ended."""
+"""`depthmix sweep`: train all runs of a plan."""
 
 import shlex
 import signal
@@ -31,24 +31,25 @@ def sweep(
         list[str] | None,
         typer.Argument(
             metavar="PLAN|FIELD=VALUE",
-            help="A built-in plan or a .toml file, and fields to change in all its runs.",
+            help="A built-in plan or a .toml file, and fields to change in all of its runs.",
             show_default=False,
         ),
     ] = None,
     size: Annotated[
-        str | None, typer.Option(help="A size of the plan, smoke or gpu; smoke if empty.")
+        str | None, typer.Option(help="The size of the plan: smoke or gpu. Default: smoke.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for all runs; runs/PLAN-SIZE if empty.")
+        Path | None, typer.Option(help="Folder for all runs. Default: runs/PLAN-SIZE.")
     ] = None,
     data: Data = None,
     jobs: Annotated[
-        int | None, typer.Option(help="Runs at once: 1 on this machine if empty, all with --slurm.")
+        int | None,
+        typer.Option(help="Runs in parallel. Default: 1 on this machine, all with --slurm."),
     ] = None,
     tflops: Annotated[
         float | None,
         typer.Option(
-            help="TFLOP/s of all jobs together, to estimate the time; measured if empty, or "
+            help="TFLOP/s of all jobs together, to estimate the time. Default: measured, or "
             "guessed by the plan until a run has finished."
         ),
     ] = None,
@@ -56,14 +57,12 @@ def sweep(
     slurm: Annotated[
         list[str] | None,
         typer.Option(
-            help="Hand the runs to SLURM, with a parameter of submitit, such as timeout_min=600; "
+            help="Submit the runs to SLURM, with a submitit parameter such as timeout_min=600; "
             "may be repeated. Needs the extra 'slurm'.",
             metavar="NAME=VALUE",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, start nothing.")] = (
-        False
-    ),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and exit.")] = (False),
 ) -> None:
     """Train all runs of a plan, or resume them.
 
@@ -106,11 +105,11 @@ def sweep(
     num_left = sum(standing.todo != "nothing" for standing in standings.values())
     compare = f"compare them with: depthmix report {shlex.quote(str(folder))}"
     if not num_left:
-        say(console, f"all runs ({len(runs)}) are finished, there is nothing left to do; {compare}")
+        say(console, f"all runs ({len(runs)}) are already finished; {compare}")
         return
     if corpus is None:
         made = prepare_once(vocab_size, console)
-        # without --data a run finds the default corpus by itself, on any machine
+        # without --data, each run finds the default corpus by itself, on any machine
         corpus = made if plan.vocab_size else None
     options: dict[str, Any] = {"data": corpus, "device": device}
     if slurm:
@@ -119,7 +118,7 @@ def sweep(
         parameters = parse_parameters(slurm)
         ids = submit_runs(runs, standings, folder, num_jobs=jobs, parameters=parameters, **options)
         look = f"look at them with: depthmix runs {shlex.quote(str(folder))}"
-        say(console, f"handed over {len(ids)} jobs, {ids[0]} to {ids[-1]}; {look}")
+        say(console, f"submitted {len(ids)} jobs, {ids[0]} to {ids[-1]}; {look}")
         return
     executor = Executor(runs, standings, folder, num_jobs=jobs or 1, **options)
     with show_runs(console, sum(run.flops for run in runs), num_left) as report:
@@ -135,7 +134,7 @@ def sweep(
 
 
 def parse_parameters(texts: Sequence[str]) -> dict[str, int | str]:
-    """`timeout_min=600` as submitit takes it: whole numbers as such, all else as text."""
+    """Parse `timeout_min=600` for submitit: whole numbers as int, all else as text."""
     from depthmix.config.fields import parse_override
 
     pairs = map(parse_override, texts)
@@ -143,7 +142,7 @@ def parse_parameters(texts: Sequence[str]) -> dict[str, int | str]:
 
 
 def find_vocab_size(data: Path | None, default: int | None) -> int:
-    """Ids of a prepared folder, or of the default corpus, which need not be there yet."""
+    """The vocabulary size of a prepared folder, or of the default corpus, prepared or not."""
     if data is None:
         from depthmix.data.prepare import DEFAULT_VOCAB_SIZE
 
@@ -154,7 +153,7 @@ def find_vocab_size(data: Path | None, default: int | None) -> int:
 
 
 def prepare_once(vocab_size: int, console: "Console") -> Path:
-    """Prepare the default corpus once, before runs that start together would each do it."""
+    """Prepare the default corpus once, so that parallel runs do not each do it."""
     from depthmix.data.default import prepare_default
     from depthmix.data.prepare import show_progress
 
@@ -165,7 +164,7 @@ def prepare_once(vocab_size: int, console: "Console") -> Path:
 def end_sweep(
     summary: "Summary", folder: Path, num_left: int, again: str, console: "Console"
 ) -> None:
-    """Say what did not finish and how to resume, and leave with the exit code for it."""
+    """Report unfinished runs and how to resume them, and exit with the code for that."""
     from depthmix.sweep.folders import LOG
 
     for name, lines in summary.failed.items():
@@ -184,5 +183,5 @@ def end_sweep(
 
 
 def say(console: "Console", sentence: str) -> None:
-    """Print as it is."""
+    """Print a sentence without wrapping or markup."""
     console.print(sentence, highlight=False, markup=False, soft_wrap=True)

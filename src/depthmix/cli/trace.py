@@ -1,4 +1,4 @@
-"""The verb that records what a router does with a text."""
+"""`depthmix trace`: record how a model routes a text."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +21,7 @@ from depthmix.cli.arguments import (
 @app.command(cls=PlainCommand)
 def trace(
     model: ModelPath,
-    text: Annotated[str, typer.Option(help="A file of text; - is stdin.", metavar="FILE")],
+    text: Annotated[str, typer.Option(help="A text file, or - for stdin.", metavar="FILE")],
     out: Annotated[Path, typer.Option(help="The file to write.", metavar="FILE")] = Path(
         "trace.json"
     ),
@@ -30,10 +30,11 @@ def trace(
     max_tokens: MaxTokens = None,
     device: Device = None,
 ) -> None:
-    """Record what a model does with a text, token by token.
+    """Record how a model routes a text, token by token.
 
-    For each token and each routed block: routed under top-k, routed under the causal rule, and the
-    scores; for each token entropy and loss of the prediction. 'depthmix view' makes a page of it.
+    For each token and routed block: whether it is routed by top-k and by the causal rule, and its
+    scores; for each token: the entropy and loss of the prediction. 'depthmix view' turns it into a
+    page.
 
     \b
     For example:

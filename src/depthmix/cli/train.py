@@ -1,4 +1,4 @@
-"""The verb that trains a model, or resumes a run."""
+"""`depthmix train`: train a model, or resume a run."""
 
 import os
 import signal
@@ -28,13 +28,13 @@ from depthmix.cli.arguments import (
 def train(
     fields: Fields = None,
     preset: Annotated[
-        str | None, typer.Option(help="A preset or .toml file; 'demo' if empty.", metavar="MODEL")
+        str | None, typer.Option(help="A preset or .toml file. Default: demo.", metavar="MODEL")
     ] = None,
     config_file: Annotated[
         Path | None,
         typer.Option(
             "--config",
-            help="Take model and recipe from this file, such as a run's config.toml.",
+            help="Read model and recipe from this file, such as a run's config.toml.",
             metavar="FILE",
         ),
     ] = None,
@@ -45,10 +45,10 @@ def train(
         float | None, typer.Option(help="Stop after this many FLOPs, such as 1e17.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The run's folder; runs/MODEL-TIME if empty.")
+        Path | None, typer.Option(help="The run's folder. Default: runs/MODEL-TIME.")
     ] = None,
     checkpoint_every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints; every 3 minutes if empty.")
+        int | None, typer.Option(help="Steps between checkpoints. Default: one every 3 minutes.")
     ] = None,
     resume: Annotated[
         Path | None,
@@ -60,7 +60,7 @@ def train(
         Path | None,
         typer.Option(
             "--from",
-            help="Start with the weights of a run, a checkpoint, or a Hugging Face folder.",
+            help="Start from the weights of a run, a checkpoint, or a Hugging Face folder.",
             metavar="RUN|DIR",
         ),
     ] = None,
@@ -68,8 +68,8 @@ def train(
 ) -> None:
     """Train a model, or resume a run.
 
-    A preset takes the vocabulary of the data. Ctrl-C saves and stops; --resume continues, also
-    after a kill, as if the run had never stopped.
+    A preset takes its vocabulary size from the data. Ctrl-C saves and stops; --resume continues as
+    if the run had never stopped, even after a kill.
 
     \b
     For example:
@@ -94,14 +94,14 @@ def train(
     others = longer.keys() != {**overrides, **given}.keys()
     if resume is not None and (others or preset or config_file or out or start):
         raise ValueError(
-            "--resume takes the model, its fields and the folder from the run: leave them out; "
+            "--resume takes the model, its fields and the folder from the run, so leave them out; "
             "only a longer budget (--steps, --tokens or --flops) may be given"
         )
     if start is not None and preset is not None:
-        raise ValueError(f"the model of {start} is known: leave out --preset {preset}")
+        raise ValueError(f"--from {start} already sets the model: leave out --preset {preset}")
     if config_file is not None and (preset or start):
         other = "--preset" if preset else "--from"
-        raise ValueError(f"--config {config_file} says what the model is: leave out {other}")
+        raise ValueError(f"--config {config_file} already sets the model: leave out {other}")
     check_device(device)
     config = None
     name = preset or "demo"
@@ -137,7 +137,7 @@ def train(
         with suppress(OSError):
             print(str(stopped) or "interrupted", file=sys.stderr, flush=True)
             sys.stdout.flush()
-        # not by an exception: Python would wait for a checkpoint that is still being written
+        # not an exception: Python would wait for a checkpoint that is still being written
         os._exit(128 + signal.SIGINT)
     if outcome.state != "finished":
         # what there is to say has been said
@@ -145,7 +145,7 @@ def train(
 
 
 def _sets_vocabulary(preset: str) -> bool:
-    """Whether a model's own file says how many ids it has; the presets' numbers are examples."""
+    """Whether a model file sets its vocabulary size; the presets' sizes are only examples."""
     if not preset.endswith(".toml"):
         return False
     from depthmix.config.fields import read_toml

@@ -1,4 +1,4 @@
-"""The verb that turns a dense checkpoint into a Mixture-of-Depths."""
+"""`depthmix upcycle`: turn a dense checkpoint into a Mixture-of-Depths model."""
 
 import shlex
 import sys
@@ -28,7 +28,7 @@ def upcycle(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A folder with config.json and safetensors, a dense run, or a model's name on the "
+            help="A folder with config.json and safetensors, a dense run, or a model on the "
             "Hugging Face hub.",
             metavar="DIR|OWNER/NAME",
         ),
@@ -36,16 +36,17 @@ def upcycle(
     out: Annotated[Path, typer.Option(help="The new run's folder.", metavar="RUN")],
     fields: Fields = None,
     capacity: Annotated[
-        str, typer.Option(help="Fraction of tokens that a routed block keeps; a list; a schedule.")
+        str,
+        typer.Option(
+            help="Fraction of tokens that a routed block processes, a list of them, or a schedule."
+        ),
     ] = "0.125",
     every: Annotated[int, typer.Option(help="Route every n-th block.")] = 2,
-    first_dense: Annotated[
-        int, typer.Option(help="Number of first blocks that are never routed.")
-    ] = 2,
+    first_dense: Annotated[int, typer.Option(help="Leave this many first blocks dense.")] = 2,
     least: Annotated[
         int | None,
         typer.Option(
-            help="Route this many blocks: those whose removal hurts least on --text.",
+            help="Route this many blocks, those whose removal hurts least on --text.",
             show_default=False,
         ),
     ] = None,
@@ -59,13 +60,16 @@ def upcycle(
         str | None, typer.Option(help="For --least: cpu or cuda. Default: a GPU if there is one.")
     ] = None,
     gate: Annotated[
-        str, typer.Option(help="tanh1 starts at 1, which leaves the dense model unchanged.")
+        str,
+        typer.Option(
+            help="Gate of routed blocks; tanh1 starts at 1, which leaves the model unchanged."
+        ),
     ] = "tanh1",
 ) -> None:
     """Turn a dense Llama, Mistral or Qwen into a routed model.
 
-    Reads the families Llama (with SmolLM), Mistral, Qwen2 and Qwen3. The result is an untrained
-    run: 'depthmix train --from' heals it, 'depthmix sample' and 'depthmix trace' open it.
+    Reads Llama (including SmolLM), Mistral, Qwen2 and Qwen3. The result is an untrained run:
+    'depthmix train --from' heals it, 'depthmix sample' and 'depthmix trace' open it.
 
     \b
     For example:
@@ -83,12 +87,12 @@ def upcycle(
         unused = [name for name, value in (("--text", text), ("--device", device)) if value]
         if unused:
             flags = ", ".join(unused)
-            raise ValueError(f"{flags} is for --least: say how many blocks to route")
+            raise ValueError(f"{flags} needs --least: give the number of blocks to route")
     else:
         if not text:
-            raise ValueError("--least needs --text: a file on which the blocks are measured")
+            raise ValueError("--least needs --text, a file to measure the blocks on")
         if "routing.layers" in overrides:
-            raise ValueError("give --least or routing.layers, and not both")
+            raise ValueError("give --least or routing.layers, not both")
         if least < 1:
             raise ValueError(f"--least {least} must be at least 1")
     from depthmix.models import open_model
@@ -101,7 +105,7 @@ def upcycle(
     if is_hub_name(source):
         # before a download that may take minutes
         RunDir(out).check_free()
-        print(f"getting {source} from the Hugging Face hub", file=sys.stderr)
+        print(f"downloading {source} from the Hugging Face hub", file=sys.stderr)
         source = fetch_model(str(source))
     opened = open_model(source, max_seq_len=read_length(overrides))
     with name_flags("capacity", "every", "first_dense", "gate", prefix="routing."):
@@ -113,8 +117,8 @@ def upcycle(
     for line in made.describe():
         print(line)
     if made.config.routing.gate == "tanh1" and made.config.routing.init_std == 0:
-        print("with every token kept (selector 'all') it computes what the dense model does")
-    print("its routers have learned nothing, so routing costs much of what it knew; heal it with:")
+        print("with selector 'all', which routes every token, it still equals the dense model")
+    print("its routers are untrained, so routing costs quality; heal it with:")
     print(f"  depthmix prepare TEXT --tokenizer {place} --out DATA")
     print(
         f"  depthmix train --from {place} --data DATA --steps 2000 "
@@ -125,7 +129,7 @@ def upcycle(
 def choose_blocks(
     source: "StoredModel", count: int, files: list[str], device: str | None
 ) -> tuple[int, ...]:
-    """The blocks whose removal hurts least on some text, with a bar while they are measured."""
+    """The blocks whose removal hurts least on some text, with a progress bar."""
     from rich.console import Console
 
     from depthmix.eval.blocks import measure_least

@@ -1,4 +1,4 @@
-"""The verb that shows on a page what a router does with a text."""
+"""`depthmix view`: show on a page how a model routes a text."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from depthmix.cli.arguments import (
     trace_text,
 )
 
-# tokens on a page unless asked for more: a few megabytes
+# tokens on a page by default: a few megabytes
 MAX_SHOWN = 16_384
 
 
@@ -32,7 +32,7 @@ def view(
         ),
     ],
     text: Annotated[
-        str | None, typer.Option(help="With a model: a file of text; - is stdin.", metavar="FILE")
+        str | None, typer.Option(help="With a model: a text file, or - for stdin.", metavar="FILE")
     ] = None,
     out: Annotated[
         Path | None,
@@ -45,15 +45,15 @@ def view(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Limit on the tokens of the text; browsers are slow with many more.",
+            help="Show at most this many tokens; browsers get slow with many more.",
             show_default=f"{MAX_SHOWN:,}",
         ),
     ] = None,
     device: Device = None,
 ) -> None:
-    """Make a page of a text, shaded by the depth of each token.
+    """Show a text on a page, shaded by the depth of each token.
 
-    The page is a single file that works without a network: open it in a browser, send it, print it.
+    The page is a single file that works offline: open it in a browser, send it or print it.
 
     \b
     For example:
@@ -73,14 +73,14 @@ def view(
         options |= {"--max-tokens": max_tokens, "--device": device}
         given = [name for name, value in options.items() if value is not None]
         if given:
-            raise ValueError(f"{source} is a trace already: leave out {', '.join(given)}")
+            raise ValueError(f"{source} is already a trace: leave out {', '.join(given)}")
         with _explain_damage(source):
             found = read_trace(source)
             page, summary = write_page(found), tell_trace(found)
     elif text is None and source.is_dir():
-        raise ValueError(f"{source} is a folder: name a text for its model with --text FILE")
+        raise ValueError(f"{source} is a folder: give its model a text with --text FILE")
     elif text is None:
-        raise ValueError(f"there is no trace '{source}': 'depthmix trace' writes one")
+        raise ValueError(f"there is no trace '{source}': write one with 'depthmix trace'")
     else:
         found = trace_text(source, text, checkpoint, tokenizer, max_tokens or MAX_SHOWN, device)
         page, summary = write_page(found), tell_trace(found)
@@ -93,7 +93,7 @@ def view(
 
 @contextmanager
 def _explain_damage(trace: Path) -> Iterator[None]:
-    """Turn what is missing in a trace into a sentence: not every value is checked on its own."""
+    """Turn errors from a damaged trace, whose values are not all checked, into one sentence."""
     try:
         yield
     except (AttributeError, LookupError, TypeError) as error:

@@ -1,7 +1,7 @@
-"""What a model is and how it is trained, as data: fields, their bounds, presets by name.
+"""Configurations of models and training: fields, their bounds, and presets.
 
-Frozen dataclasses that are read from TOML, JSON and a command line. Knows nothing of torch, so that
-planning, counting and `--help` stay instant.
+Frozen dataclasses, read from TOML, JSON or the command line. Does not import torch, so that
+planning, counting and `--help` stay fast.
 """
 
 from depthmix.config.choices import CAUSAL_SELECTORS, GATES, SELECTORS, STRATEGIES

@@ -1,8 +1,7 @@
-"""What may be chosen by name in a model: strategies, gates, selectors, and what each of them means.
+"""The options that a model chooses by name: strategies, gates and selectors, with their meaning.
 
-Owns every list of these names. Validation, `--help`, reports and traces read it here; the
-modules that compute (`nn`, `kernels`) have a formula for each name, and tests compare them with
-these tables.
+Validation, `--help`, reports and traces read these tables. The modules that compute (`nn`,
+`kernels`) have a formula for each name, and tests compare them with the tables.
 """
 
 from collections.abc import Mapping
@@ -17,32 +16,32 @@ class Strategy(NamedTuple):
     meaning: str
     """For `--help`."""
     label: str = ""
-    """The name of training's own rule in a trace."""
+    """The name of the training rule in a trace."""
     kind: str = ""
-    """A model that routes so, as reports name it."""
+    """The name of such a model in reports."""
     is_random: bool = False
-    """Whether chance decides, which no head can foretell."""
+    """Whether the choice is random, so that no head can predict it."""
     has_target: bool = False
-    """Whether top-k membership is something that a causal head can learn."""
+    """Whether a causal head can learn top-k membership."""
     asks_head: bool = False
-    """Whether training asks the causal head, too, so that there must be one."""
+    """Whether training uses the causal head too, so that there must be one."""
     trains_router: bool = False
-    """Whether the router learns to decide causally without a loss for it."""
+    """Whether the router learns causal routing without a loss of its own."""
     is_final: bool = False
-    """Whether a token that was not kept does not come back, so that capacities must not rise."""
+    """Whether a skipped token never returns, so that capacities must not increase with depth."""
     is_balanced: bool = False
-    """Whether a loss draws the share of kept tokens to the capacity, which nothing else holds."""
+    """Whether only a loss keeps the fraction of routed tokens near the capacity."""
 
 
 class ExpertStrategy(NamedTuple):
-    """A way to bring tokens and experts together."""
+    """A way to assign tokens to experts."""
 
     meaning: str
     """For `--help`."""
     has_target: bool = False
-    """Whether experts choose, each its highest scores, which a causal head can learn."""
+    """Whether each expert chooses its highest-scoring tokens, which a causal head can learn."""
     tokens_choose: bool = False
-    """Whether tokens choose, each its best experts, over whom a loss has to spread them."""
+    """Whether each token chooses its best experts, which needs a balancing loss."""
 
 
 STRATEGIES: Mapping[str, Strategy] = {
@@ -51,22 +50,22 @@ STRATEGIES: Mapping[str, Strategy] = {
         "each sequence's highest scores", label="top-k", kind="mod", has_target=True
     ),
     "token_choice": Strategy(
-        "tokens with a positive score, while there are places",
+        "tokens with a positive score, up to the capacity",
         label="token choice",
         kind="token_choice",
         trains_router=True,
         is_balanced=True,
     ),
-    "stochastic": Strategy("chance, as a control", "random", "stochastic", is_random=True),
+    "stochastic": Strategy("random tokens, as a control", "random", "stochastic", is_random=True),
     "early_exit": Strategy(
-        "the highest scores of those that the routed block before kept",
-        label="top-k of those still inside",
+        "the highest scores among the tokens that the previous routed block kept",
+        label="top-k of the remaining tokens",
         kind="early_exit",
         has_target=True,
         is_final=True,
     ),
     "causal": Strategy(
-        "tokens that a head expects among the highest scores, while there are places",
+        "tokens predicted to be among the highest scores, up to the capacity",
         label="causal, with a limit",
         kind="mod causal",
         has_target=True,
@@ -80,7 +79,7 @@ GATES: Mapping[str, str] = {
     "tanh1": "1 + tanh(r)",
     "unit": "1",
 }
-"""What multiplies the update of a token with the score r."""
+"""The factor on the update of a token with score r."""
 
 EXPERT_STRATEGIES: Mapping[str, ExpertStrategy] = {
     "none": ExpertStrategy("one MLP"),
@@ -89,9 +88,9 @@ EXPERT_STRATEGIES: Mapping[str, ExpertStrategy] = {
 }
 
 SELECTORS = ("topk", "predictor", "router", "all")
-"""Who may decide in place of a strategy's own rule."""
+"""What may replace a strategy's own rule."""
 CAUSAL_SELECTORS = ("predictor", "router", "all")
-"""Those that look at no later token."""
+"""The selectors that do not look at later tokens."""
 
 StrategyName = Annotated[str, Choices({name: s.meaning for name, s in STRATEGIES.items()})]
 GateName = Annotated[str, Choices(GATES)]

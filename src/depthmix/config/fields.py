@@ -1,8 +1,8 @@
-"""Frozen dataclasses ⇄ plain data: strict building, bounds, dotted overrides, documentation.
+"""Frozen dataclasses ⇄ plain data: strict parsing, bounds, dotted overrides, documentation.
 
-Owns the mechanics that every configuration shares. Does not know what any field means: a field says
-beside its type which numbers (`Bounds`) or names (`Choices`) it takes, and its class what its
-fields were called before (`OLD_NAMES`).
+The mechanics that all configurations share, independent of what the fields mean. A field's
+annotation gives the numbers (`Bounds`) or names (`Choices`) it takes, and its class the former
+names of its fields (`OLD_NAMES`).
 """
 
 import ast
@@ -27,20 +27,20 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Which numbers a field takes, said beside its type; never one that is not finite."""
+    """The numbers that a field takes, given in its annotation; they are always finite."""
 
     above: int | float = -math.inf
     least: int | float = -math.inf
     most: int | float = math.inf
     below: int | float = math.inf
     hint: str = ""
-    """What the sentence of a refusal ends with."""
+    """The end of the error message."""
 
     def find_problem(self, name: str, value: int | float) -> str | None:
-        """A sentence about a number that is not allowed."""
+        """The error message for a number that is not allowed; None if it is."""
         if self.above < value < self.below and self.least <= value <= self.most:
             return None
-        # a whole number may be too large to ask
+        # a whole number may be too large to convert
         finite = isinstance(value, int) or math.isfinite(value)
         hint = f": {self.hint}" if self.hint else ""
         return f"{name} = {value} must {self._say(finite)}{hint}"
@@ -59,24 +59,24 @@ class Bounds:
 
 
 def _write_limit(limit: int | float) -> str:
-    """As a power of two where the digits would tell less."""
+    """A limit as text, as a power of two if that is clearer."""
     power = int(abs(limit)).bit_length() - 1
     sign = "-" if limit < 0 else ""
     return f"{sign}2^{power}" if power >= 32 and abs(limit) == 1 << power else str(limit)
 
 
 class Choices(NamedTuple):
-    """Which names a field takes, said beside its type."""
+    """The names that a field takes, given in its annotation."""
 
     meanings: Mapping[str, str]
-    """Each name → what it means, for `--help`."""
+    """Each name → its meaning, for `--help`."""
 
-    # a type is looked up by what is said beside it
+    # annotations must be hashable
     def __hash__(self) -> int:
         return hash(tuple(self.meanings.items()))
 
 
-# the bounds of most fields
+# the most common bounds
 Count = Annotated[int, Bounds(least=1)]
 NotNegative = Annotated[N, Bounds(least=0)]
 Positive = Annotated[N, Bounds(above=0)]
@@ -84,24 +84,24 @@ Share = Annotated[float, Bounds(least=0, most=1)]
 
 
 def build(kind: type[C], tree: Mapping[str, Any], prefix: str = "") -> C:
-    """Make a `kind` of plain data; unknown names and wrong types are refused by name."""
+    """Build a `kind` from plain data; errors name unknown fields and wrong types."""
     known, tree = field_types(kind), _rename_all(kind, tree, prefix)
     for name in tree:
         if name not in known:
             raise ValueError(_unknown(prefix + name, [prefix + other for other in known]))
-    # converted here and not only in `__post_init__`: runtime type checks look at what is passed
+    # converted before `__post_init__` does it: runtime type checks see the arguments
     return kind(**{name: _convert(known[name], v, prefix + name) for name, v in tree.items()})
 
 
 def coerce(config: Any, prefix: str = "") -> None:
-    """Bring a new dataclass's fields to their declared types: lists to tuples, tables to parts."""
+    """Convert a new dataclass's fields to their declared types: lists to tuples, dicts to parts."""
     for name, declared in field_types(type(config)).items():
         value = _convert(declared, getattr(config, name), prefix + name)
         object.__setattr__(config, name, value)
 
 
 def check_bounds(config: Any) -> None:
-    """Refuse a number out of the bounds beside its field; types are not looked at or changed."""
+    """Refuse numbers outside of their fields' bounds; types are neither checked nor converted."""
     for name, declared in field_types(type(config)).items():
         value = getattr(config, name)
         if value is not None:
@@ -132,7 +132,7 @@ def override(config: C, overrides: Mapping[str, Any]) -> C:
 
 
 def rename(kind: type, dotted: str) -> str:
-    """The name that a field has today, by a dotted name that it has or had."""
+    """The current name of a field, given its current or former dotted name."""
     head, dot, rest = dotted.partition(".")
     head = getattr(kind, "OLD_NAMES", {}).get(head, head)
     section = field_types(kind).get(head)
@@ -142,7 +142,7 @@ def rename(kind: type, dotted: str) -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Tables in tables to dotted names: TOML reads `routing.every = 2` as a table."""
+    """Flatten nested tables to dotted names: TOML reads `routing.every = 2` as a table."""
     flat = {}
     for name, value in tree.items():
         inside = isinstance(value, Mapping)
@@ -161,7 +161,7 @@ def parse_override(text: str) -> tuple[str, str]:
 
 
 def to_toml(config: Any) -> str:
-    """TOML text; empty (None) fields are left out, as TOML has no null."""
+    """TOML text; fields that are None are left out, because TOML has no null."""
     import tomli_w
 
     return tomli_w.dumps(_drop_none(dataclasses.asdict(config)))
@@ -173,7 +173,7 @@ def from_toml(kind: type[C], text: str) -> C:
 
 
 def read_toml(text: str) -> dict[str, Any]:
-    """TOML text as plain data."""
+    """Parse TOML to plain data."""
     try:
         return tomllib.loads(text)
     except ValueError as error:
@@ -226,7 +226,7 @@ def document_fields(kind: type, prefix: str = "") -> dict[str, str]:
 
 
 def format_defaults(kind: type, prefix: str = "") -> dict[str, str]:
-    """Dotted name of every field → its default as it is written; empty where there is none."""
+    """Dotted name of every field → its default as text; empty if it is None."""
     listed = {}
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(field.type) and isinstance(field.type, type):
@@ -244,13 +244,13 @@ def _write_value(value: Any) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """' Did you mean …?' where something close is known."""
+    """' Did you mean …?', if there is a close match."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
 def _describe_choices(declared: Any) -> list[str]:
-    """A sentence with every name that a field takes, where these have meanings."""
+    """A sentence that lists a field's choices and their meanings, if they have any."""
     found = [part for part in _split(declared)[1] if isinstance(part, Choices)]
     return [
         "; ".join(f"{name}: {meaning}" for name, meaning in choices.meanings.items()) + "."
@@ -262,9 +262,7 @@ def _rename_all(kind: type, tree: Mapping[str, Any], prefix: str) -> dict[str, A
     old: Mapping[str, str] = getattr(kind, "OLD_NAMES", {})
     for before, now in old.items():
         if before in tree and now in tree:
-            raise ValueError(
-                f"{prefix}{before} is what {prefix}{now} was called before: leave it out"
-            )
+            raise ValueError(f"{prefix}{before} is the former name of {prefix}{now}: leave it out")
     return {old.get(name, name): value for name, value in tree.items()}
 
 
@@ -274,7 +272,7 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 def _convert(declared: Any, value: Any, name: str) -> Any:
-    """`value` as the declared type, from plain data or text; ValueError says what would fit."""
+    """Convert plain data or text to the declared type; the ValueError says what would fit."""
     if dataclasses.is_dataclass(declared) and isinstance(declared, type):
         if isinstance(value, declared):
             return value
@@ -293,12 +291,12 @@ def _convert(declared: Any, value: Any, name: str) -> Any:
 
 @cache
 def _list_options(declared: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type."""
+    """The members of a union, or the type itself."""
     return get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
 
 
 def _check(option: Any, value: Any, name: str) -> None:
-    """Refuse a number out of bounds, also one of a list."""
+    """Refuse a number out of bounds, alone or in a list."""
     if isinstance(value, tuple):
         for item in value:
             _check(get_args(option)[0], item, name)
@@ -311,7 +309,7 @@ def _check(option: Any, value: Any, name: str) -> None:
 
 @cache
 def _split(option: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A type, and what is said beside it."""
+    """A type and its annotations."""
     if get_origin(option) is Annotated:
         return option.__origin__, option.__metadata__
     return option, ()
@@ -319,7 +317,7 @@ def _split(option: Any) -> tuple[Any, tuple[Any, ...]]:
 
 @cache
 def _list_choices(option: Any) -> tuple[Any, ...]:
-    """The values that an option names, empty where it takes others, too."""
+    """The values of a type with a closed set of them; otherwise empty."""
     plain, said = _split(option)
     if get_origin(plain) is Literal:
         return get_args(plain)
@@ -347,7 +345,7 @@ def _convert_to(option: Any, value: Any) -> Any:
     if option is bool:
         return value if isinstance(value, bool) else _WORDS.get((text or "").lower(), _NO)
     if option in (int, float) and not isinstance(value, bool):
-        # not by way of float, which has no room for large ones
+        # not through float, which cannot represent large integers
         if option is int and isinstance(value, int):
             return value
         if option is int and text is not None and text.lstrip("+-").isdecimal():

@@ -1,7 +1,7 @@
-"""What a model is, as data: its fields, each with its bounds, and what follows from them.
+"""A model's configuration: its fields with their bounds, and values derived from them.
 
-Owns the rules that relate several fields, each a sentence that says what would do. What may be
-chosen by name is in `choices`.
+Also checks the rules that relate several fields; each error suggests a fix. The options that are
+chosen by name are in `choices`.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from depthmix.config.fields import Bounds, Count, NotNegative, Positive
 Capacity = Annotated[
     float, Bounds(above=0, most=1, hint="0.125 keeps one token in eight, 1.0 keeps all")
 ]
-# far beyond any model, and few enough to list
+# far more than any model has, and still few enough to list
 NumLayers = Annotated[Count, Bounds(most=10_000)]
 
 
@@ -40,7 +40,7 @@ class RoutingConfig:
     strategy: StrategyName = "none"
     """Which tokens a routed block keeps."""
     capacity: Capacity | tuple[Capacity, ...] | Literal["linear", "cosine"] = 0.125
-    """Share of tokens a routed block keeps, in (0, 1]: a number, a list with one number for each
+    """Fraction of tokens that a routed block keeps, in (0, 1]: a number, a list with one number per
     routed block, or the name of a schedule over depth (linear, cosine)."""
     capacity_first: Capacity = 0.85
     """With a named schedule: the first routed block's capacity."""
@@ -49,37 +49,38 @@ class RoutingConfig:
     every: Count = 2
     """Route every n-th block: 2 routes every other block, 1 routes all."""
     first_dense: NotNegative[int] = 0
-    """Number of first blocks that are never routed."""
+    """Leave this many first blocks dense."""
     layers: tuple[int, ...] | None = None
-    """Indices of the blocks that route, from 0; empty means by `every` and `first_dense`."""
+    """Indices of the routed blocks, from 0. Default: set by `every` and `first_dense`."""
     first_tokens: NotNegative[int] = 0
-    """Number of first positions of a document that are always routed."""
+    """Always route this many first positions of each document."""
     gate: GateName = "raw"
-    """What multiplies a routed block's update of a token with the score r."""
+    """The factor on a routed block's update, as a function of the score r."""
     normalize_input: bool = True
-    """Score x / rms(x), so that scores do not grow with the residual stream that they scale; false
-    scores x itself, as the paper does."""
+    """Compute scores from x / rms(x), so that they do not grow with the residual stream; false uses
+    x itself, as in the paper."""
     init_std: NotNegative[float] = 0.02
-    """Standard deviation of the router's initial weights; 0 starts every score at 0."""
+    """Standard deviation of the router's initial weights; with 0, every score starts at 0."""
     aux_loss_weight: NotNegative[float] = 0.0
     """Weight of the router's binary cross-entropy against top-k membership; 0 turns it off."""
     predictor: bool = True
-    """Train a small stop-gradient head that predicts top-k membership causally."""
+    """Train a small head, behind a stop-gradient, that predicts top-k membership causally."""
     predictor_width: Count = 64
     """Hidden width of the predictor."""
     predictor_loss_weight: NotNegative[float] = 0.01
-    """Weight of the predictor's loss; the gradient stops at its input, so it is a learning rate."""
+    """Weight of the predictor's loss; as the gradient stops at its input, it acts as a learning
+    rate."""
     balance_loss_weight: NotNegative[float] = 0.01
     """Weight of token_choice's balancing loss."""
     kv_capacity: Capacity | None = None
-    """Decoupled routing: share of tokens that offer keys and values, at least `capacity`."""
+    """Decoupled routing: fraction of tokens that provide keys and values, at least `capacity`."""
 
     def __post_init__(self) -> None:
         fields.coerce(self, "routing.")
 
     @property
     def has_target(self) -> bool:
-        """Whether top-k membership is something that a causal head can learn."""
+        """Whether a causal head can learn top-k membership."""
         return STRATEGIES[self.strategy].has_target
 
     @property
@@ -89,7 +90,7 @@ class RoutingConfig:
 
     @property
     def causal_head(self) -> Literal["predictor", "router"] | None:
-        """The head that is trained to decide over depth causally, or None."""
+        """The head that is trained to route causally, or None."""
         if self.has_predictor:
             return "predictor"
         trained = self.has_target and self.aux_loss_weight > 0
@@ -108,22 +109,22 @@ class ExpertsConfig:
     strategy: ExpertStrategyName = "none"
     """Who chooses."""
     num_experts: Count = 8
-    """Number of expert MLPs in a block."""
+    """Number of expert MLPs per block."""
     num_noop: NotNegative[int] = 0
-    """Number of no-op experts beside them: more than 0 makes an integrated MoDE."""
+    """Number of additional no-op experts; more than 0 gives an integrated MoDE."""
     per_token: Count = 1
     """Experts that each token chooses under token_choice."""
     capacity: float = 1.0
-    """Expert places for each token of a sequence, on average: every expert takes
-    capacity · T / num_experts tokens; under token_choice all of them together capacity · T."""
+    """Average number of expert slots per token: every expert takes capacity · T / num_experts
+    tokens; under token_choice all experts together take capacity · T."""
     every: Count = 1
     """Put experts in every n-th block."""
     width: Count | None = None
-    """Hidden width of one expert; empty means the model's mlp_width."""
+    """Hidden width of one expert. Default: the model's mlp_width."""
     aux_loss_weight: NotNegative[float] = 0.0
     """expert_choice: weight of the router's cross-entropy against membership."""
     predictor: bool = True
-    """expert_choice: train a stop-gradient head that predicts each expert's choice causally."""
+    """expert_choice: train a head, behind a stop-gradient, that predicts the choices causally."""
     predictor_width: Count = 64
     """Hidden width of that head."""
     predictor_loss_weight: NotNegative[float] = 0.01
@@ -136,12 +137,12 @@ class ExpertsConfig:
 
     @property
     def has_target(self) -> bool:
-        """Whether experts choose their tokens, which is something that a causal head can learn."""
+        """Whether experts choose their tokens, which a causal head can learn."""
         return EXPERT_STRATEGIES[self.strategy].has_target
 
     @property
     def tokens_choose(self) -> bool:
-        """Whether tokens choose their experts, over whom a loss spreads them."""
+        """Whether tokens choose their experts, balanced by a loss."""
         return EXPERT_STRATEGIES[self.strategy].tokens_choose
 
     @property
@@ -151,7 +152,7 @@ class ExpertsConfig:
 
 
 class Shape(NamedTuple):
-    """A model's widths with every empty field filled in."""
+    """A model's widths with all defaults filled in."""
 
     num_kv_heads: int
     head_width: int
@@ -171,7 +172,7 @@ class ModelConfig:
     """
 
     vocab_size: Count = 16384
-    """Number of token ids."""
+    """Vocabulary size."""
     max_seq_len: Count = 1024
     """Longest sequence in tokens; positions are smaller than this."""
     num_layers: NumLayers = 12
@@ -181,13 +182,13 @@ class ModelConfig:
     num_heads: Count = 8
     """Number of query heads."""
     num_kv_heads: Count | None = None
-    """Number of key/value heads; it divides num_heads. Empty means num_heads."""
+    """Number of key/value heads, a divisor of num_heads. Default: num_heads."""
     head_width: Count | None = None
-    """Width of one head, even. Empty means width / num_heads."""
+    """Width of one head, even. Default: width / num_heads."""
     mlp_width: Count | None = None
-    """Hidden width of the MLP. Empty: 8/3 of width (swiglu, in steps of 128), or 4 times (gelu)."""
+    """Hidden width of the MLP. Default: 8/3 · width in steps of 128 (swiglu), 4 · width (gelu)."""
     mlp: Literal["swiglu", "gelu"] = "swiglu"
-    """Form of the MLP: swiglu or gelu."""
+    """Type of the MLP: swiglu or gelu."""
     qk_norm: bool = False
     """RMS-normalise queries and keys in each head."""
     qkv_bias: bool = False
@@ -197,7 +198,8 @@ class ModelConfig:
     rope_theta: Positive[float] = 10000.0
     """Base of the rotary position frequencies."""
     rope_factors: tuple[Positive[float], ...] | None = None
-    """Divides them: one number all alike, or Llama 3's factor, low, high and first length."""
+    """Divides those frequencies: one number for all, or Llama 3's factor, low factor, high factor
+    and original length."""
     norm_eps: Positive[float] = 1e-6
     """Epsilon inside every RMSNorm."""
     routing: RoutingConfig = field(default_factory=RoutingConfig)
@@ -213,7 +215,7 @@ class ModelConfig:
 
     @property
     def shape(self) -> Shape:
-        """Widths with the empty fields filled in."""
+        """The widths with all defaults filled in."""
         default = 4 * self.width if self.mlp == "gelu" else math.ceil(self.width / 48) * 128
         mlp_width = self.mlp_width or default
         return Shape(
@@ -225,7 +227,7 @@ class ModelConfig:
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
-        """Indices of the blocks that route."""
+        """Indices of the routed blocks."""
         if self.routing.strategy == "none":
             return ()
         if self.routing.layers is not None:
@@ -235,7 +237,7 @@ class ModelConfig:
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """Indices of the blocks whose MLP is a set of experts."""
+        """Indices of the blocks with experts."""
         if self.experts.strategy == "none":
             return ()
         return tuple(range(self.experts.every - 1, self.num_layers, self.experts.every))
@@ -258,34 +260,34 @@ class ModelConfig:
 
     @property
     def causal_selector(self) -> str | None:
-        """The selector that the model is trained to decide by causally, depth and experts alike.
+        """The causal selector that training prepares the model for, for depth and experts alike.
 
-        None where no head is trained for it, and where the training rule is causal by itself.
+        None if no head is trained for it, or if the training rule is itself causal.
         """
         if not self.needs_selector_to_decode:
             return None
         experts = self.experts
         wanted = [self.routing.causal_head] if self.routed_layers else ["predictor", "router"]
         if self.expert_layers and experts.has_target and experts.aux_loss_weight == 0:
-            # nothing taught the experts' router that its scores should be positive for its choices
+            # no loss trained the experts' router to give positive scores to its choices
             wanted = [head for head in wanted if head != "router"]
         known = (head for head in wanted if head and self.find_selector_problem(head) is None)
         return next(known, None)
 
     @property
     def needs_selector_to_decode(self) -> bool:
-        """Whether the training rule looks at more of the sequence than a cache holds."""
+        """Whether the training rule needs more of the sequence than a cache holds."""
         experts = self.experts
         limited = experts.tokens_choose and experts.capacity < experts.per_token
         experts_look = experts.has_target or limited
         return bool(self.routed_layers) or (bool(self.expert_layers) and experts_look)
 
     def find_selector_problem(self, selector: str | None) -> str | None:
-        """Why this model cannot route by `selector`, or None where it can."""
+        """Why this model cannot route by `selector`; None if it can."""
         if selector is None:
             return None
         if selector not in SELECTORS:
-            return f"there is no selector '{selector}': use one of {', '.join(SELECTORS)}"
+            return f"unknown selector '{selector}': use one of {', '.join(SELECTORS)}"
         if selector in ("predictor", "router") and STRATEGIES[self.routing.strategy].is_random:
             return (
                 f"a random choice has no causal head for selector '{selector}': use 'topk' or 'all'"
@@ -304,32 +306,31 @@ class ModelConfig:
         return None
 
     def choose_selector(self, wanted: str | None) -> str | None:
-        """The causal selector to generate and to score with: the one that was trained, or `wanted`.
+        """The causal selector for generating and scoring: `wanted`, or the trained one.
 
         A model without a trained one needs an explicit choice: any default would be a guess.
         """
         fits = [s for s in CAUSAL_SELECTORS if self.find_selector_problem(s) is None]
         advice = f"use {' or '.join(map(repr, fits))}"
         if wanted == "topk":
-            raise ValueError(f"selector 'topk' looks at tokens that are not written yet: {advice}")
+            raise ValueError(f"selector 'topk' needs tokens that are not generated yet: {advice}")
         problem = self.find_selector_problem(wanted)
         if problem is not None:
-            # the rest of that sentence is for training: 'topk' is fine, a head can be added
+            # the rest of that message is about training, where 'topk' works and a head can be added
             raise ValueError(f"{problem.split(': ')[0]}: {advice}")
         if wanted is not None or not self.needs_selector_to_decode:
             return wanted
         if self.causal_selector is None:
             raise ValueError(
-                f"no head of this model was trained to decide causally, so name its selector: "
-                f"{advice}"
+                f"this model has no head trained for causal routing, so name a selector: {advice}"
             )
         return self.causal_selector
 
     def list_rules(self) -> dict[str, str | None]:
-        """Name of each rule that the model is judged by → its selector, the training's own first.
+        """Name of each rule that the model is evaluated by → its selector, the training rule first.
 
-        `dense` is the only one where nothing is chosen by looking ahead; else `topk`, which is the
-        training's, and `causal` where a head was trained for it.
+        Only `dense` if no choice looks ahead; otherwise `topk`, the training rule, and `causal` if
+        a head is trained for it.
         """
         if not self.needs_selector_to_decode:
             return {"dense": None}
@@ -337,7 +338,7 @@ class ModelConfig:
         return {"topk": None} | ({} if causal is None else {"causal": causal})
 
     def dense_twin(self) -> "ModelConfig":
-        """The same model with every token through every block."""
+        """The same model with every token passing through every block."""
         return dataclasses.replace(self, routing=RoutingConfig())
 
     def override(self, overrides: Mapping[str, Any]) -> "ModelConfig":
@@ -373,7 +374,7 @@ class ModelConfig:
 
 
 def count_share(share: float, count: int) -> int:
-    """A share of so many, rounded up; the small slack keeps 0.07 · 100 from becoming 8."""
+    """A fraction of a count, rounded up; the small slack keeps 0.07 · 100 from becoming 8."""
     return math.ceil(share * count - 1e-9)
 
 
@@ -383,13 +384,13 @@ def num_kept(capacity: float, num_tokens: int) -> int:
 
 
 def say_targets() -> str:
-    """The strategies with a top-k that a head can learn, as a sentence lists them."""
+    """The strategies whose top-k a head can learn, joined for a sentence."""
     *names, last = (name for name, strategy in STRATEGIES.items() if strategy.has_target)
     return f"{', '.join(names)} or {last}"
 
 
 def find_problems(config: ModelConfig) -> Iterator[str]:
-    """Everything wrong with a configuration, a sentence each; the first one is raised."""
+    """Everything wrong with a configuration, one sentence each; the first is raised."""
     if config.head_width is None and config.width % config.num_heads:
         yield (
             f"num_heads = {config.num_heads} does not divide width = {config.width}: choose a "
@@ -425,13 +426,13 @@ def _routing_problems(config: ModelConfig, routing: RoutingConfig) -> Iterator[s
         inside = all(0 <= layer < config.num_layers for layer in routed)
         if not routed or not inside or list(routed) != sorted(set(routed)):
             yield (
-                f"routing.layers = {list(routed)} must be different blocks in rising order, from 0 "
-                f"to {config.num_layers - 1}"
+                f"routing.layers = {list(routed)} must be distinct blocks in ascending order, from "
+                f"0 to {config.num_layers - 1}"
             )
     elif not routed:
         yield (
             f"routing.every = {routing.every} and routing.first_dense = {routing.first_dense} "
-            f"leave none of the {config.num_layers} blocks to route: lower them, or set "
+            f"leave no routed block among {config.num_layers}: lower them, or set "
             f"routing.strategy = 'none'"
         )
     listed = routing.capacity
@@ -443,14 +444,14 @@ def _routing_problems(config: ModelConfig, routing: RoutingConfig) -> Iterator[s
     capacities, strategy = config.capacities, STRATEGIES[routing.strategy]
     if strategy.is_final and list(capacities) != sorted(capacities, reverse=True):
         yield (
-            f"routing.capacity must not rise with depth under {routing.strategy}, where a token "
-            f"that left does not come back"
+            f"routing.capacity must not increase with depth under {routing.strategy}, where a "
+            f"token that left never returns"
         )
     if routing.first_tokens > num_kept(min(capacities), config.max_seq_len):
         yield (
             f"routing.first_tokens = {routing.first_tokens} is more than the "
-            f"{num_kept(min(capacities), config.max_seq_len)} places that the smallest capacity "
-            f"gives at max_seq_len = {config.max_seq_len}"
+            f"{num_kept(min(capacities), config.max_seq_len)} tokens that the smallest capacity "
+            f"keeps at max_seq_len = {config.max_seq_len}"
         )
     if routing.aux_loss_weight > 0 and not routing.has_target:
         yield (
@@ -459,13 +460,13 @@ def _routing_problems(config: ModelConfig, routing: RoutingConfig) -> Iterator[s
         )
     if strategy.asks_head and routing.causal_head is None:
         yield (
-            f"routing.strategy = '{routing.strategy}' needs a trained head to decide: set "
+            f"routing.strategy = '{routing.strategy}' needs a trained causal head: set "
             f"routing.predictor = true, or routing.aux_loss_weight above 0"
         )
     if routing.kv_capacity is not None and routing.kv_capacity < max(capacities):
         yield (
             f"routing.kv_capacity = {routing.kv_capacity} is below the capacity "
-            f"{max(capacities)}: an updated token offers its keys too, so it must not be less"
+            f"{max(capacities)}: every updated token provides keys, so it must be at least that"
         )
 
 
@@ -476,7 +477,7 @@ def _expert_problems(config: ModelConfig, experts: ExpertsConfig) -> Iterator[st
         return
     if experts.num_experts > config.max_seq_len:
         yield (
-            f"experts.num_experts = {experts.num_experts} is more than the {config.max_seq_len} "
+            f"experts.num_experts = {experts.num_experts} is greater than the {config.max_seq_len} "
             f"tokens of max_seq_len: some experts would never get one"
         )
     if not config.expert_layers:

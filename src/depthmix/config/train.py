@@ -1,7 +1,7 @@
-"""How a model is trained, as data: batch, optimiser, schedule, budget, how often to save and look.
+"""The training recipe: batch, optimiser, schedule, budget, and how often to save and evaluate.
 
-Owns the names that its fields once had, by which earlier configurations still load. Knows no torch:
-a plan of many runs is made and counted without it.
+Former names of fields are kept, so that earlier configurations still load. Does not import torch,
+so that sweeps are planned and counted without it.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from depthmix.config.fields import Bounds, Count, NotNegative, Positive, Share
 from depthmix.config.model import ModelConfig, count_share
 
 BASE_WIDTH = 32
-# what a run stops by, one of them
+# the budgets of a run; at most one is given
 BUDGETS = ("steps", "tokens", "flops")
 
 START_RATES: Mapping[str, Any] = {
@@ -25,13 +25,13 @@ START_RATES: Mapping[str, Any] = {
     "train.scale_by_width": False,
     "train.router_rate_factor": 10.0,
 }
-"""For weights that are already trained: AdamW, which leaves them near where they were and which
-adapters need; low rates, embeddings no higher than matrices. But routers and predictors, which
-mostly are not trained yet, must follow a capacity that falls."""
+"""For weights that are already trained: AdamW, which keeps them close to their initial values and
+which adapters need, with low rates, for embeddings no higher than for matrices. Routers and
+predictors are mostly untrained and learn faster, to follow a falling capacity."""
 
-# beyond this, not every reader of JSON and TOML keeps whole numbers exact
+# beyond this, not every JSON and TOML parser keeps integers exact
 Seed = Annotated[int, Bounds(least=0, most=2**53 - 1)]
-Beta = Annotated[Share, Bounds(below=1, hint="1 would never learn")]
+Beta = Annotated[Share, Bounds(below=1, hint="at 1 nothing is learned")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,101 +56,101 @@ class Recipe:
         "distill_weight": "distill_loss_weight",
         "keep_checkpoints": "num_kept_checkpoints",
     }
-    """What fields were called in configurations that were written before."""
+    """Former names of fields, in earlier configurations."""
 
     steps: Positive[int] | None = None
     """Stop after this many optimisation steps."""
     tokens: Positive[float] | None = None
-    """Stop when this many tokens were trained on (1e9 may be written)."""
+    """Stop after training on this many tokens; may be written as 1e9."""
     flops: Positive[float] | None = None
-    """Stop when this much compute was spent: the budget by which models are compared."""
+    """Stop after this many training FLOPs: the budget for comparing models."""
     flops_convention: Literal["full", "executed"] = "full"
-    """What flops counts: full has attention as a whole square and no optimiser, as the paper does;
-    executed has the half that is computed, and the optimiser's own matrix products."""
+    """How flops are counted: full counts attention over all pairs and no optimiser, as in the
+    paper; executed counts the causal half and the optimiser's own matrix products."""
     batch_size: Positive[int] = 16
-    """Sequences in a batch, over all processes and micro-batches."""
+    """Sequences per batch, over all processes and micro-batches."""
     seq_len: Count | None = None
-    """Tokens in a sequence. Empty means the model's max_seq_len."""
+    """Tokens per sequence. Default: the model's max_seq_len."""
     num_micro_batches: Positive[int] = 1
-    """Micro-batches that a batch is cut into, to save memory."""
+    """Split each batch into this many micro-batches, to save memory."""
     seed: Seed = 0
-    """Seed of the weights, of the order of documents, and of everything else that is random."""
+    """Seed of the initial weights, the order of documents and all other randomness."""
     optimizer: Literal["adamw", "muon"] = "muon"
-    """muon for the blocks' matrices with adamw for all else, or adamw for everything."""
+    """muon (for the blocks' matrices, with adamw for the rest) or adamw."""
     learning_rate: Positive[float] = 8e-3
-    """Peak learning rate, that of the embeddings; see scale_by_width."""
+    """Peak learning rate of the embeddings; see scale_by_width for the matrices."""
     scale_by_width: bool = True
-    """Give the blocks' matrices learning_rate · 32 / width (Muon's: · √(256 / width)), so that one
-    setting fits all sizes."""
+    """Use learning_rate · 32 / width for the blocks' matrices (· √(256 / width) with Muon), so that
+    one setting fits all sizes."""
     router_rate_factor: Positive[float] = 1.0
-    """Learning rate of routers and predictors, in multiples of what they have by that."""
+    """Factor on the learning rate of routers and predictors."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After warming up: cosine to the end, wsd (stable, then a linear decay), or constant."""
+    """After the warmup: cosine, wsd (stable, then a linear decay), or constant."""
     warmup_share: Share = 0.05
     """Fraction of steps spent warming up."""
     decay_share: Share = 0.2
-    """Fraction of steps in which wsd decays, at the end."""
+    """Fraction of steps that wsd decays over, at the end."""
     final_rate_share: Share = 0.1
     """Final learning rate as a fraction of the peak (cosine and wsd)."""
     weight_decay: NotNegative[float] = 0.1
-    """Decay of the matrices; embeddings, norms and routers have none."""
+    """Weight decay of the matrices; embeddings, norms and routers have none."""
     beta1: Beta = 0.9
     """AdamW's momentum."""
     beta2: Beta = 0.95
-    """AdamW's memory of squared gradients."""
+    """AdamW's decay rate of squared gradients."""
     max_grad_norm: NotNegative[float] = 1.0
-    """Largest norm of the gradient; 0 turns clipping off."""
+    """Clip gradients to this norm; 0 turns clipping off."""
     start_capacity: Annotated[float, Bounds(above=0, most=1)] | None = None
-    """Capacity that every routed block begins with, to fall to the model's own in stages. Empty
-    means: the model's own from the start."""
+    """Start every routed block at this capacity, and lower it to the model's own in stages.
+    Default: the model's own capacity from the start."""
     capacity_fall_share: Share = 0.5
-    """Fraction of steps in which the capacity falls, at the start."""
+    """Fraction of steps, at the start, over which the capacity falls."""
     num_capacity_stages: Positive[int] = 8
-    """Number of stages in which it falls; each is compiled separately if steps are compiled."""
+    """Number of stages of that fall; with compile, each is compiled separately."""
     trainable: Literal["all", "routers", "lora"] = "all"
-    """What is trained: all; routers and predictors only; or these and low-rank adapters (lora)."""
+    """What to train: all; only routers and predictors; or those and low-rank adapters (lora)."""
     lora_rank: Positive[int] = 16
-    """Rank of those adapters."""
+    """Rank of the adapters."""
     lora_alpha: Positive[float] | None = None
-    """An adapter is multiplied by lora_alpha / lora_rank. Empty means twice the rank."""
+    """Adapters are scaled by lora_alpha / lora_rank. Default: twice the rank."""
     lora_blocks: Literal["routed", "all"] = "routed"
-    """Blocks whose matrices have adapters: those that route, or all."""
+    """Blocks that get adapters: the routed ones, or all."""
     teacher: str | None = None
-    """A run or folder of a model to distil from, beside learning the text."""
+    """A run or model folder to distil from, in addition to the loss on the text."""
     distill_loss_weight: NotNegative[float] = 1.0
-    """Weight of that loss, the divergence from the teacher's predictions."""
+    """Weight of the distillation loss, the divergence from the teacher's predictions."""
     document_mask: bool = True
-    """Keep attention inside a document; false lets packed documents see the ones before them."""
+    """Keep attention within each document; false lets packed documents attend to earlier ones."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the matrix products; weights are float32. auto is bfloat16 on a GPU, else float32."""
+    """Precision of matrix products; weights stay float32. auto: bfloat16 on a GPU, else float32."""
     compile: bool | None = None
-    """Use torch.compile. Empty means: on a GPU."""
+    """Use torch.compile. Default: only on a GPU."""
     compile_blocks: bool = False
-    """Compile block by block and not the model as a whole: equal blocks are compiled once, so a
-    short run starts much sooner; its steps are a little slower."""
+    """Compile block by block instead of the whole model: equal blocks are compiled once, so that a
+    run starts much sooner; its steps are a little slower."""
     cuda_graph: bool | None = None
-    """Replay a whole step as one CUDA graph. Empty means: on one compiled GPU."""
+    """Replay each step as one CUDA graph. Default: on a single GPU, if compiled."""
     checkpoint_activations: bool = False
-    """Compute activations a second time in the backward pass, to save memory."""
+    """Recompute activations in the backward pass, to save memory."""
     shard_size: Count | None = None
-    """Processes that share one copy of the weights (HSDP). Empty means: all of them (FSDP)."""
+    """Number of processes that share one copy of the weights (HSDP). Default: all (FSDP)."""
     log_every: Positive[int] = 10
-    """Steps between two lines of metrics."""
+    """Log metrics every this many steps."""
     val_every: Count | None = None
-    """Steps between two validations. Empty means: twenty in a run, or fewer where they would read
-    more than a tenth of what is trained on; one at the end in any case."""
+    """Steps between validations. Default: twenty per run, or fewer if they would read more than a
+    tenth of the training tokens. There is always one at the end."""
     val_tokens: Positive[int] = 131072
     """Most tokens of the validation split to evaluate."""
     checkpoint_every: Count | None = None
-    """Steps between two checkpoints. Empty means: every checkpoint_minutes."""
+    """Steps between checkpoints. Default: one every checkpoint_minutes."""
     checkpoint_minutes: NotNegative[float] = 3.0
-    """Minutes between two checkpoints, where checkpoint_every is empty."""
+    """Minutes between checkpoints, if checkpoint_every is not set."""
     num_kept_checkpoints: Annotated[
         int, Bounds(least=1, hint="without one nothing can be resumed")
     ] = 2
-    """Number of last checkpoints to keep; the best by validation loss stays beside them."""
+    """Number of newest checkpoints to keep; the one with the best validation loss is kept too."""
     tensorboard: bool = True
-    """Write TensorBoard's files into the run's folder."""
+    """Write TensorBoard files to the run's folder."""
     wandb: bool = False
     """Also send metrics to Weights & Biases (needs the extra 'wandb')."""
 
@@ -161,22 +161,22 @@ class Recipe:
             raise ValueError(problem)
 
     def check_sharing(self, size: int, noun: str = "processes") -> None:
-        """Refuse what cannot be trained by so many processes, or GPUs as a plan calls them."""
+        """Refuse a recipe that this many processes (in a plan: GPUs) cannot train."""
         if self.trainable == "lora" and size > 1:
             raise ValueError(
-                f"train.trainable = lora merges whole matrices, which {size} {noun} would share: "
-                f"use one, or another train.trainable"
+                f"train.trainable = lora merges whole matrices, which cannot be sharded "
+                f"over {size} {noun}: use one, or another train.trainable"
             )
         if self.batch_size % (size * self.num_micro_batches):
             cut = self.num_micro_batches
             micro = f" x train.num_micro_batches={cut}" if cut > 1 else ""
             raise ValueError(
-                f"train.batch_size = {self.batch_size} cannot be shared by {size} {noun}{micro}: "
-                f"give a multiple of {size * cut}"
+                f"train.batch_size = {self.batch_size} cannot be divided among {size} "
+                f"{noun}{micro}: use a multiple of {size * cut}"
             )
 
     def rate_at(self, step: int, num_steps: int) -> float:
-        """Learning rate of a step, as a share of the highest; a decay ends at final_rate_share."""
+        """Learning rate of a step as a fraction of the peak; a decay ends at final_rate_share."""
         num_warmup = count_share(self.warmup_share, num_steps)
         if step < num_warmup:
             return (step + 1) / num_warmup
@@ -195,7 +195,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A model and how it is trained: what a run's config.toml holds.
+    """A model and its training recipe: the contents of a run's config.toml.
 
     >>> run = RunConfig(model=load_preset("tiny"), train=Recipe(steps=100, batch_size=8))
     >>> run.tokens_per_step
@@ -229,21 +229,21 @@ class RunConfig:
 
     @property
     def seq_len(self) -> int:
-        """Tokens in a sequence."""
+        """Tokens per sequence."""
         return self.train.seq_len or self.model.max_seq_len
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in a batch."""
+        """Tokens per batch."""
         return self.train.batch_size * self.seq_len
 
     @property
     def num_val_batches(self) -> int:
-        """Batches of a validation, where the split has so many."""
+        """Most batches per validation; a small split has fewer."""
         return max(1, self.train.val_tokens // self.tokens_per_step)
 
     def space_validations(self, num_steps: int) -> int:
-        """Steps between two validations."""
+        """Steps between validations."""
         if self.train.val_every is not None:
             return self.train.val_every
         return max(math.ceil(num_steps / 20), 10 * self.num_val_batches)
@@ -256,7 +256,7 @@ class RunConfig:
     def override(self, overrides: Mapping[str, Any]) -> "RunConfig":
         """A copy with dotted fields replaced, named as `from_overrides` names them.
 
-        A budget takes the place of the one that is there: a run stops by one of them.
+        A new budget replaces the old one, because a run has only one.
         """
         overrides = update_names(overrides)
         for name in overrides:
@@ -290,7 +290,7 @@ class RunConfig:
 
 
 def update_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted fields of a run by the names that they have today; of two alike the last counts."""
+    """Dotted fields of a run by their current names; of duplicates, the last counts."""
     return {fields.rename(RunConfig, name): value for name, value in overrides.items()}
 
 
@@ -299,11 +299,11 @@ def _is_recipe(name: str) -> bool:
 
 
 def _refuse_unknown(name: str) -> None:
-    """Say what was meant, also where only `train.` is missing or too much."""
+    """Suggest a field name, also if only `train.` is missing or superfluous."""
     recipe, model = fields.document_fields(Recipe), fields.document_fields(ModelConfig)
     if _is_recipe(name):
         bare = name.removeprefix("train.")
-        # compared without the prefix: it alone would make short names alike
+        # compared without the prefix, which would make short names look alike
         close = [f"train.{near}" for near in difflib.get_close_matches(bare, recipe, n=1)]
         unknown, meant = bare not in recipe, [bare] if bare in model else close
     else:
@@ -318,11 +318,11 @@ def _refuse_unknown(name: str) -> None:
 def _find_problems(recipe: Recipe) -> Iterator[str]:
     given = [name for name in BUDGETS if getattr(recipe, name) is not None]
     if len(given) > 1:
-        yield f"a run stops by one of steps, tokens and flops: take away {' and '.join(given[1:])}"
+        yield f"a run has one budget, steps, tokens or flops: leave out {' and '.join(given[1:])}"
     if recipe.batch_size % recipe.num_micro_batches:
         yield (
             f"train.num_micro_batches = {recipe.num_micro_batches} must divide train.batch_size = "
             f"{recipe.batch_size}"
         )
     if recipe.trainable == "lora" and recipe.optimizer == "muon":
-        yield "train.trainable = lora is not for Muon, which wants whole matrices: use adamw"
+        yield "train.trainable = lora needs train.optimizer = adamw: muon updates whole matrices"

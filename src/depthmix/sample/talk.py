@@ -78,7 +78,7 @@ class Talk:
             if self.chat is not None
             else "It has no chat template: it goes on with your text; an empty line lets it go on."
         )
-        return f"{how} /help lists what else there is; Ctrl-D leaves."
+        return f"{how} /help lists what else there is; Ctrl-D quits."
 
     def command(self, line: str) -> str:
         """Do what a line that begins with a slash says; returns what is to be told."""

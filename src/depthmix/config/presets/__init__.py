@@ -1,7 +1,7 @@
-"""Configurations by name: those that come with the package, one TOML file a size, and files.
+"""Presets, one TOML file per size, and configurations read from files.
 
-A size gives two models, so that twins cannot drift apart, and each of them twice: by the best
-recipe that is known, and as the paper describes it (`-paper`). Knows no torch.
+A size defines a routed model and its dense twin, so that the two cannot drift apart, each in two
+variants: with the best known recipe, and as in the paper (`-paper`). Does not import torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,15 +31,15 @@ PAPER_MODEL: Mapping[str, Any] = {
     "routing.normalize_input": False,
 }
 PAPER_RECIPE: Mapping[str, Any] = {"train.optimizer": "adamw"}
-"""What `-paper` changes: the score itself multiplies a block's update (arXiv:2404.02258, Eq. 1),
-and nothing that was found to learn faster since."""
+"""What `-paper` changes: a block's update is multiplied by the score itself (arXiv:2404.02258,
+Eq. 1), and later improvements are left out."""
 
 
 def load_preset(name: str, **overrides: Any) -> ModelConfig:
-    """A configuration from the package: `60m`, its dense twin `60m-dense`.
+    """A preset's configuration, such as `60m` or its dense twin `60m-dense`.
 
-    `60m-mod` is `60m` by its full name; `60m-paper` and `60m-paper-dense` are the same sizes as the
-    paper describes them. Overrides are fields, dotted where nested.
+    `60m-mod` is the full name of `60m`; `60m-paper` and `60m-paper-dense` are the same sizes as
+    described in the paper. Overrides are fields, dotted if nested.
 
     >>> load_preset("60m", width=768, **{"routing.capacity": 0.25}).routing.capacity
     0.25
@@ -50,7 +50,7 @@ def load_preset(name: str, **overrides: Any) -> ModelConfig:
         close = fields.suggest(name, [*preset_sizes(), *preset_names(), *papers])
         raise ValueError(
             f"there is no preset '{name}'.{close} The presets are: {', '.join(preset_names())}; "
-            f"and 60m-paper and the like, as the paper has them"
+            f"append -paper to a size for the paper's variant, as in 60m-paper"
         )
     text = (resources.files(__name__) / f"{size}.toml").read_text(encoding="utf-8")
     config = ModelConfig.from_toml(text)
@@ -68,20 +68,20 @@ def _split_name(name: str) -> tuple[str, bool, bool]:
 
 
 def list_recipe(source: str) -> dict[str, Any]:
-    """Fields of the recipe that belong to a preset, dotted: none where the defaults are meant."""
+    """A preset's recipe as dotted fields; empty if it uses the defaults."""
     is_file = source.endswith(".toml")
     return dict(PAPER_RECIPE) if not is_file and _split_name(source)[1] else {}
 
 
 def make_run_config(source: str, overrides: Mapping[str, Any]) -> RunConfig:
-    """A new run of a preset or of a model's file, by the recipe that goes with it."""
+    """A new run of a preset or model file, with its recipe."""
     return RunConfig.from_overrides(load_config(source), {**list_recipe(source), **overrides})
 
 
 def load_config(source: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """A configuration by its preset's name or from a .toml file, with dotted fields replaced.
+    """A model's configuration by preset name or from a .toml file, with dotted fields replaced.
 
-    The file may be a run's config.toml, whose model is meant.
+    The file may also be a run's config.toml.
     """
     if not source.endswith(".toml"):
         try:
@@ -90,7 +90,7 @@ def load_config(source: str, overrides: Mapping[str, Any] | None = None) -> Mode
             if not Path(source).is_file():
                 raise
             raise ValueError(
-                f"a configuration's file name ends in .toml; '{source}' does not"
+                f"'{source}' is not a configuration file: its name must end in .toml"
             ) from error
         return config.override(overrides or {})
     with _name_source(source):
@@ -100,14 +100,14 @@ def load_config(source: str, overrides: Mapping[str, Any] | None = None) -> Mode
 
 
 def load_run_config(path: Path) -> RunConfig:
-    """The configuration of a whole run from a run's config.toml, or a file like it."""
+    """A run's configuration from its config.toml, or a file like it."""
     with _name_source(path):
         return RunConfig.from_toml(path.read_text(encoding="utf-8"))
 
 
 @contextmanager
 def _name_source(source: Path | str) -> Iterator[None]:
-    """Let an error say which file could not be read, or what is wrong with it."""
+    """Make errors name the file that could not be read."""
     try:
         yield
     except OSError as error:
@@ -119,7 +119,7 @@ def _name_source(source: Path | str) -> Iterator[None]:
 
 
 def preset_sizes() -> list[str]:
-    """Names of the preset files, smallest model first."""
+    """Names of the preset files, the smallest model first."""
     folder = resources.files(__name__)
     found = {p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml")}
     order = ["tiny", "demo", "60m", "220m", "1b"]
@@ -127,5 +127,5 @@ def preset_sizes() -> list[str]:
 
 
 def preset_names() -> list[str]:
-    """Every name that `load_preset` takes, short forms left out."""
+    """Every name that `load_preset` accepts, without the short forms."""
     return [f"{size}-{variant}" for size in preset_sizes() for variant in ("dense", "mod")]
