@@ -22,14 +22,21 @@ def test_a_report_is_written_and_summed_up(
     assert errors == ""
     lines = printed.splitlines()
     assert lines[0] == "10 finished runs. 1 left out."
-    assert lines[1].startswith("At 1e12 training FLOPs mod is 2.50 % below dense")
+    assert lines[1].startswith("At 1e12 training FLOPs (full) mod is 2.50 ± 0.00 % below dense")
     assert lines[2] == "left out: half (interrupted): ended at step 100 of 100: Ctrl-C"
     assert lines[-1] == f"page: {out / 'report.html'}"
     page = (out / "report.html").read_text()
     assert f"depthmix report {tmp_path / 'runs'} --out &#x27;{out}&#x27;" in page
     assert (out / "isoflop.png").exists()
-    # again, over the old one
-    assert main(["report", str(tmp_path / "runs"), "--out", str(out)]) == 0
+    # again, over the old one; a file of records then stands for the folder
+    file = tmp_path / "kept" / "bowl.jsonl"
+    again = ["report", str(tmp_path / "runs"), "--out", str(out), "--records", str(file)]
+    assert main(again) == 0
+    assert capsys.readouterr().out.endswith(f"\nrecords: 10 added to {file}\n")
+    assert main(["report", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[1] == lines[1]
+    assert (file.parent / "report" / "report.html").exists()
 
 
 def test_missing_pictures_are_one_line(

@@ -32,7 +32,10 @@ def test_isoflop_has_a_panel_for_each_budget(tmp_path: Path) -> None:
     write_bowl(tmp_path, "mod", MOD, Bowl(9e9, 3.5), routed=True, budget=1.01e12)
     charts = chart_folder(tmp_path)
     first, second = take_panels(charts["isoflop"])
-    assert (first.title, second.title) == ("1e12 training FLOPs", "4e12 training FLOPs")
+    assert (first.title, second.title) == (
+        "1e12 training FLOPs (full)",
+        "4e12 training FLOPs (full)",
+    )
     dots = take_series(first, "dots")
     assert dots.keys() == {"dense", "mod"}
     assert [point.x for point in dots["dense"].points] == [
@@ -141,7 +144,7 @@ def test_training_is_that_of_the_best_size(tmp_path: Path) -> None:
             write_run(place / f"best-{seed}", MOD, 3.5, causal=3.5, **options)
     write_run(tmp_path / "dense", DENSE, 3.7)
     few, many = take_panels(chart_folder(tmp_path)["training"])
-    assert (few.title, many.title) == ("1e11 training FLOPs", "1e12 training FLOPs")
+    assert (few.title, many.title) == ("1e11 training FLOPs (full)", "1e12 training FLOPs (full)")
     assert [series.name for series in few.series] == ["mod"]
     assert [series.name for series in many.series] == ["dense", "mod"]
     points = many.series[1].points

@@ -89,6 +89,50 @@ def test_what_is_not_bracketed_is_flagged(
     assert fit.flops_per_token == pytest.approx(fit.best.flops_per_token)
 
 
+def test_three_sizes_leave_nothing_to_judge_by(tmp_path: Path) -> None:
+    write_bowl(tmp_path, "dense", DENSE, Bowl(MIDDLE, 3.7), widths=WIDTHS[1:4])
+    fit = fit_folder(tmp_path)["dense"]
+    assert fit.curve is not None
+    assert fit.curve.center == pytest.approx(math.log(MIDDLE))
+    assert (fit.bracketed, fit.error) == (False, None)
+    assert fit.note == "three sizes fit any parabola: one more would test it"
+    assert fit.loss == fit.best.loss
+
+
+def test_a_minimum_within_noise_of_the_last_size_is_not_bracketed(tmp_path: Path) -> None:
+    write_bowl(tmp_path, "dense", DENSE, Bowl(MIDDLE, 3.7), seeds=(0, 1), noise=1.0)
+    fit = fit_folder(tmp_path)["dense"]
+    assert fit.curve is not None
+    note = "no smaller size is worse than the best one beyond noise"
+    assert (fit.bracketed, fit.note) == (False, note)
+
+
+def test_the_error_of_a_minimum_by_hand() -> None:
+    # at x = -1, 0, 1 and 2 the parabola 1 + x² and what is off it, which no parabola takes up
+    off = [0.1, -0.3, 0.3, -0.1]
+    losses = [2.1, 0.7, 2.3, 4.9]
+    found = fit_parabola([math.exp(x) for x in (-1, 0, 1, 2)], losses)
+    assert found is not None
+    assert (found.bend, found.center, found.bottom) == pytest.approx((1, 0, 1))
+    # one degree of freedom; the middle's weight in the sums of x⁰ to x⁴ = 4, 2, 6, 8, 18 inverted
+    variance = sum(each**2 for each in off)
+    assert found.error == pytest.approx(math.sqrt(variance * (6 * 18 - 8 * 8) / 80))
+
+
+def test_a_lucky_single_seed_is_not_the_best_size(tmp_path: Path) -> None:
+    for width, losses in ((32, (3.6, 3.64, 3.68)), (64, (3.58,))):
+        for seed, loss in enumerate(losses):
+            write_run(
+                tmp_path / f"{width}-{seed}", {**DENSE, "width": width}, loss, recipe={"seed": seed}
+            )
+    best = fit_folder(tmp_path)["dense"].best
+    assert (best.num_seeds, best.loss) == (3, pytest.approx(3.64))
+    assert best.error == pytest.approx(0.04 / math.sqrt(3))
+    # but one that is better by more than seeds differ by is
+    write_run(tmp_path / "good", {**DENSE, "width": 96}, 3.5)
+    assert fit_folder(tmp_path)["dense"].best.loss == 3.5
+
+
 def test_two_sizes_are_too_few(tmp_path: Path) -> None:
     write_bowl(tmp_path, "dense", DENSE, Bowl(MIDDLE, 3.7), widths=WIDTHS[:2])
     fit = fit_folder(tmp_path)["dense"]

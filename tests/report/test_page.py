@@ -78,11 +78,11 @@ def test_a_page_with_everything(folder: Path) -> None:
     assert all(image.exists() for image in report.images)
     assert page.tags.count("figure") == len(report.images)
     words = "".join(page.words).replace("\xa0", " ")
-    assert "mod is 2.50 % below dense (3.9000 against 4.0000)" in words
+    assert "mod is 2.50 ± 0.00 % below dense (3.9000 against 4.0000)" in words
     assert "20 finished runs. 1 left out." in words
     assert "ended at step 100 of 100: Ctrl-C" in page.cells
     assert "depthmix report 'my runs'" in page.cells
-    assert "-2.50 %" in page.cells
+    assert "-2.50 ± 0.00 %" in page.cells
     assert "0.0100" in page.cells, "the spread over seeds"
     assert "depthmix 0.1.0, torch 2.13.0" in page.cells
     assert "bracketed" in page.cells
@@ -103,8 +103,8 @@ def test_what_is_not_bracketed_is_no_comparison(tmp_path: Path) -> None:
     write_bowl(tmp_path, "dense", DENSE, Bowl(CENTER, 4.0))
     write_bowl(tmp_path, "mod", MOD, Bowl(9e9, 3.0), routed=True)
     text, page = read_page(write_report(tmp_path).page)
-    assert "not bracketed: the minimum lies beyond the largest size" in page.cells
-    assert "Not a comparison of minima: mod: the minimum lies beyond the largest size." in text
+    assert "not yet bracketed: the minimum lies beyond the largest size" in page.cells
+    assert "Minima not yet bracketed: mod: the minimum lies beyond the largest size." in text
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from depthmix.cli.arguments import PlainCommand, app
 @app.command(cls=PlainCommand)
 def report(
     folder: Annotated[
-        Path, typer.Argument(help="A folder to search for runs.", metavar="DIR")
+        Path,
+        typer.Argument(help="A folder to search for runs, or a file of records.", metavar="DIR"),
     ] = Path("runs"),
     out: Annotated[
         Path | None,
@@ -20,21 +21,37 @@ def report(
             help="Folder for the page and its images. Default: DIR/report.", metavar="DIR"
         ),
     ] = None,
+    records: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also add each finished run to this file, a line for each.", metavar="FILE.jsonl"
+        ),
+    ] = None,
 ) -> None:
     """Compare the runs in a folder, on a page with charts.
 
+<<<<<<< HEAD
     Fits isoFLOP curves, finds their minima and compares them with dense models. Unfinished runs
     are listed and left out. For example:
+=======
+    Fits isoFLOP curves, finds their minima and compares them with the dense ones, at equal FLOPs by
+    two conventions and at equal wall clock. Runs that are not finished are named and left out. For
+    example:
+>>>>>>> a04ac64 (report: leads at equal cost with standard errors, and records of runs)
 
     depthmix report runs/isoflop
     """
-    from depthmix.report.page import summarize, write_report
+    from depthmix.report.page import write_report
+    from depthmix.report.records import append_records
 
     command = ["depthmix", "report", str(folder), *(["--out", str(out)] if out else [])]
     found = write_report(folder, out, shlex.join(command))
-    for line in summarize(found.runs, found.comparisons):
+    for line in found.summary:
         print(line)
     for run in found.runs.left_out:
         print(f"left out: {run.name} ({run.state}): {run.reason}")
     print(found.problem or f"images: {len(found.images)} in {found.page.parent}")
     print(f"page: {found.page}")
+    if records is not None:
+        added = append_records(found.runs.rows, records)
+        print(f"records: {added} added to {records}")

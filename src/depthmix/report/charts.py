@@ -29,7 +29,7 @@ def list_charts(rows: Sequence[Row], fits: Sequence[Fit]) -> list[Chart]:
         chart_isoflop(fits, colors),
         chart_training(fits, colors),
         chart_relative_flops(fits, colors),
-        chart_time(rows, colors),
+        chart_time(rows, fits, colors),
         chart_grid(fits),
         chart_causal(rows, colors),
         chart_heads(fits, colors),
@@ -59,7 +59,7 @@ def chart_isoflop(fits: Sequence[Fit], colors: Colors) -> Chart:
                 star = Point(fit.parameters, fit.loss, describe_minimum(fit))
                 series.append(Series("", color, "star", [star]))
         if series:
-            labels = _describe_budget(budget), "parameters", "validation loss"
+            labels = _describe_budget(budget, fits), "parameters", "validation loss"
             panels.append(Panel(*labels, series, log_x=True))
     return Chart(
         "isoflop",
@@ -101,7 +101,7 @@ def chart_relative_flops(fits: Sequence[Fit], colors: Colors) -> Chart:
         guides = [Series("", 0, "guide", level), Series("", 0, "guide", column)]
         x_label = f"forward FLOPs a token, relative to the {dense.variant} optimum"
         panels.append(
-            Panel(_describe_budget(budget), x_label, "validation loss", [*guides, *series])
+            Panel(_describe_budget(budget, fits), x_label, "validation loss", [*guides, *series])
         )
     return Chart(
         "relative-flops",
@@ -124,7 +124,7 @@ def chart_training(fits: Sequence[Fit], colors: Colors) -> Chart:
             if len(points) > 1:
                 series.append(Series(fit.variant, colors[fit.variant], "line", points))
         if series:
-            labels = _describe_budget(budget), "share of the budget spent, %", "training loss"
+            labels = _describe_budget(budget, fits), "share of the budget spent, %", "training loss"
             panels.append(Panel(*labels, series))
     return Chart(
         "training",
@@ -135,7 +135,7 @@ def chart_training(fits: Sequence[Fit], colors: Colors) -> Chart:
     )
 
 
-def chart_time(rows: Sequence[Row], colors: Colors) -> Chart:
+def chart_time(rows: Sequence[Row], fits: Sequence[Fit], colors: Colors) -> Chart:
     """Loss against the time that training took."""
     panels = []
     for budget in dict.fromkeys(row.budget for row in rows):
@@ -161,7 +161,7 @@ def chart_time(rows: Sequence[Row], colors: Colors) -> Chart:
         ]
         series = [each for each in series if each.points]
         panels.append(
-            Panel(_describe_budget(budget), f"{name} of training", "validation loss", series)
+            Panel(_describe_budget(budget, fits), f"{name} of training", "validation loss", series)
         )
     return Chart(
         "time",
@@ -191,7 +191,7 @@ def chart_grid(fits: Sequence[Fit]) -> Chart:
             cells.append(Cell(f"{capacity:.4g}", f"{every}", fit.best.loss, tip))
         panels.append(
             Grid(
-                _describe_budget(budget),
+                _describe_budget(budget, fits),
                 "capacity of a routed block",
                 "every n-th block routes",
                 [f"{capacity:.4g}" for capacity in capacities],
@@ -215,7 +215,7 @@ def chart_causal(rows: Sequence[Row], colors: Colors) -> Chart:
         points = [
             Point(row.loss, 100 * (row.loss_causal - row.loss) / row.loss, describe_run(row))
             for row in rows
-            if row.variant == variant and row.loss_causal is not None
+            if row.variant == variant and row.loss is not None and row.loss_causal is not None
         ]
         if points:
             series.append(Series(variant, color, "dots", points))
@@ -266,9 +266,10 @@ def chart_heads(fits: Sequence[Fit], colors: Colors) -> Chart:
 
 def describe_run(row: Row) -> str:
     """A run in a few lines."""
-    losses = f"loss {row.loss:.4f}"
+    losses = f"loss {row.judged:.4f}"
     if row.loss_causal is not None:
-        losses = f"causal loss {row.loss_causal:.4f}, top-k {row.loss:.4f}"
+        topk = "" if row.loss is None else f", top-k {row.loss:.4f}"
+        losses = f"causal loss {row.loss_causal:.4f}{topk}"
     sizes = row.parameters
     return "\n".join(
         (
@@ -276,7 +277,8 @@ def describe_run(row: Row) -> str:
             f"{row.variant}, {format_number(sizes.total)} parameters"
             f" ({format_number(sizes.active)} active)",
             losses,
-            f"seed {row.seed}, {format_flops(row.flops_per_token)} a token",
+            f"seed {'unknown' if row.seed is None else row.seed},"
+            f" {format_flops(row.flops_per_token)} a token",
         )
     )
 
@@ -303,5 +305,6 @@ def _list_budgets(fits: Sequence[Fit]) -> list[float]:
     return sorted({fit.budget for fit in fits})
 
 
-def _describe_budget(budget: float) -> str:
-    return f"{format_power(budget)} training FLOPs"
+def _describe_budget(budget: float, fits: Sequence[Fit]) -> str:
+    conventions = sorted({fit.convention for fit in fits if fit.budget == budget})
+    return f"{format_power(budget)} training FLOPs ({', '.join(conventions)})"

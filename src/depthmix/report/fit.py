@@ -13,7 +13,9 @@ import numpy as np
 from depthmix.report.load import Row, rank_kind
 
 MIN_SIZES = 3
-"""So many points determine a parabola."""
+"""So many points determine a parabola, and leave nothing to judge it by."""
+NOISE = 2
+"""So many standard errors are not noise."""
 
 
 class Parabola(NamedTuple):
@@ -22,6 +24,9 @@ class Parabola(NamedTuple):
     bend: float
     center: float
     bottom: float
+    error: float | None = None
+    """Standard error of the bottom, by what the points are off; None for as many points as a
+    parabola needs."""
 
     def at(self, parameters: int | float) -> float:
         """The loss of a size."""
@@ -41,6 +46,11 @@ class SizeMean(NamedTuple):
     num_recipes: int = 1
     """Recipes that were tried; `rows` are of the best one."""
 
+    @property
+    def error(self) -> float | None:
+        """Standard error of the mean; None for a single seed."""
+        return None if self.spread is None else self.spread / math.sqrt(self.num_seeds)
+
 
 class Fit(NamedTuple):
     """A variant at a budget: its sizes, the curve through them and where it is lowest."""
@@ -52,14 +62,23 @@ class Fit(NamedTuple):
     """In order of their parameters."""
     curve: Parabola | None
     bracketed: bool
-    """Whether the curve's minimum lies between the smallest and the largest size."""
+    """Whether the curve's minimum lies between the sizes tried, beyond what seeds differ by."""
     note: str
     """Why the minimum is only that of the sizes tried; empty where it is bracketed."""
 
     @property
     def best(self) -> SizeMean:
-        """The size with the lowest mean loss."""
-        return min(self.sizes, key=lambda size: size.loss)
+        """The size with the lowest mean loss.
+
+        One with a single seed gives way to one with several that is as good within noise: the
+        lowest of many single draws is mostly a lucky one.
+        """
+        lowest = min(self.sizes, key=lambda size: size.loss)
+        seen = [size for size in self.sizes if size.num_seeds > 1]
+        if lowest in seen or not seen:
+            return lowest
+        again = min(seen, key=lambda size: size.loss)
+        return lowest if is_worse(again, lowest, find_spread(self.sizes)) else again
 
     @property
     def parameters(self) -> int | float:
@@ -76,9 +95,19 @@ class Fit(NamedTuple):
         return self.best.loss
 
     @property
+    def error(self) -> float | None:
+        """Standard error of the minimum; None where one seed, or no spare size, is all there is."""
+        return self.curve.error if self.curve is not None and self.bracketed else self.best.error
+
+    @property
     def flops_per_token(self) -> float:
         """Forward FLOPs at the minimum."""
         return self._flops_at(math.log(self.parameters))
+
+    @property
+    def convention(self) -> str:
+        """How its budget counts FLOPs: full or executed."""
+        return self.best.rows[0].config.train.flops_convention
 
     def find_parity(self, loss: float) -> float | None:
         """Least forward FLOPs that reach this loss, if any do.
@@ -106,6 +135,8 @@ class Comparison(NamedTuple):
     dense: Fit
     percent: float
     """By how much its loss is higher, in per cent of the dense one; negative is better."""
+    error: float | None
+    """Standard error of that."""
     relative_flops: float
     """Its forward FLOPs at the minimum over those of the dense minimum."""
     parity_flops: float | None
@@ -132,7 +163,16 @@ def fit_parabola(parameters: Sequence[int | float], losses: Sequence[float]) -> 
         return None
     center = -slope / (2 * square)
     bottom = level - square * center**2
-    return Parabola(float(square / width**2), float(middle + width * center), float(bottom))
+    places = (xs - middle) / width
+    terms = np.stack([places**2, places, np.ones_like(places)], axis=1)
+    num_free, error = len(xs) - MIN_SIZES, None
+    if num_free:
+        off = np.asarray(losses, np.float64) - terms @ (square, slope, level)
+        covariance = (off @ off) / num_free * np.linalg.inv(terms.T @ terms)
+        # how the bottom moves with each coefficient
+        moves = np.array([center**2, center, 1.0])
+        error = math.sqrt(max(0.0, float(moves @ covariance @ moves)))
+    return Parabola(float(square / width**2), float(middle + width * center), float(bottom), error)
 
 
 def fit_runs(
@@ -169,8 +209,33 @@ def _fit_group(rows: list[Row], measure: Callable[[Row], float | None]) -> Fit:
             note = "the minimum lies below the smallest size"
         elif curve.center >= math.log(xs[-1]):
             note = "the minimum lies beyond the largest size"
+        elif curve.error is None:
+            note = "three sizes fit any parabola: one more would test it"
+        else:
+            note = _find_open_end(sizes)
     first = rows[0]
     return Fit(first.budget, first.variant, first.kind, tuple(sizes), curve, not note, note)
+
+
+def find_spread(sizes: Iterable[SizeMean]) -> float | None:
+    """By how much seeds of one size usually differ, a standard deviation."""
+    spreads = [size.spread for size in sizes if size.spread is not None]
+    return statistics.median(spreads) if spreads else None
+
+
+def is_worse(size: SizeMean, other: SizeMean, spread: float | None) -> bool:
+    """Whether a size is worse than another by more than seeds of this spread differ."""
+    noise = math.sqrt(1 / size.num_seeds + 1 / other.num_seeds) * (spread or 0.0)
+    return size.loss - other.loss > NOISE * noise
+
+
+def _find_open_end(sizes: Sequence[SizeMean]) -> str:
+    """The side on which no size is worse than the best one beyond noise, in words, if there is."""
+    best, spread = min(range(len(sizes)), key=lambda i: sizes[i].loss), find_spread(sizes)
+    for side, name in ((sizes[:best], "smaller"), (sizes[best + 1 :], "larger")):
+        if not any(is_worse(size, sizes[best], spread) for size in side):
+            return f"no {name} size is worse than the best one beyond noise"
+    return ""
 
 
 def average_seeds(rows: Sequence[Row], measure: Callable[[Row], float | None]) -> SizeMean:
@@ -181,10 +246,10 @@ def average_seeds(rows: Sequence[Row], measure: Callable[[Row], float | None]) -
 
     def list_losses(alike: Sequence[Row]) -> list[float]:
         # a run repeated with the same seed is not a second draw
-        seeds: dict[int, list[float]] = {}
+        seeds: dict[int | str, list[float]] = {}
         for row in alike:
             if (loss := measure(row)) is not None:
-                seeds.setdefault(row.seed, []).append(loss)
+                seeds.setdefault(row.name if row.seed is None else row.seed, []).append(loss)
         return [statistics.fmean(same) for same in seeds.values()]
 
     best = min(recipes.values(), key=lambda alike: statistics.fmean(list_losses(alike)))
@@ -195,7 +260,7 @@ def average_seeds(rows: Sequence[Row], measure: Callable[[Row], float | None]) -
         loss=statistics.fmean(losses),
         spread=statistics.stdev(losses) if len(losses) > 1 else None,
         num_seeds=len(losses),
-        rows=tuple(sorted(best, key=lambda row: row.seed)),
+        rows=tuple(sorted(best, key=lambda row: (row.seed is None, row.seed, row.name))),
         num_recipes=len(recipes),
     )
 
@@ -223,8 +288,16 @@ def compare_minima(fits: Sequence[Fit]) -> list[Comparison]:
                 fit=fit,
                 dense=dense,
                 percent=100 * (fit.loss - dense.loss) / dense.loss,
+                error=_compare_errors(fit, dense),
                 relative_flops=fit.flops_per_token / dense.flops_per_token,
                 parity_flops=None if parity is None else parity / dense.flops_per_token,
             )
         )
     return found
+
+
+def _compare_errors(fit: Fit, dense: Fit) -> float | None:
+    if fit.error is None or dense.error is None:
+        return None
+    ratio = fit.loss / dense.loss
+    return 100 * ratio * math.hypot(fit.error / fit.loss, dense.error / dense.loss)

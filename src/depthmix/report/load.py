@@ -1,7 +1,7 @@
-"""Run folders as rows of numbers: what each run is, what it cost and how good it came out.
+"""Runs as rows of numbers: what each run is, what it cost and how good it came out.
 
 Owns what makes two runs comparable: their variant, their budget, their size and their recipe. Reads
-run folders only; knows nothing of fits and pictures, and no torch.
+run folders, and records of them (`records`); knows nothing of fits and pictures, and no torch.
 """
 
 import dataclasses
@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from depthmix import flops
+from depthmix.budget import make_schedule
 from depthmix.config import STRATEGIES, ModelConfig, Recipe, RunConfig
+from depthmix.flops import Parameters, flops_per_token, num_parameters
 from depthmix.runs import Record, RunSummary, read_runs
 from depthmix.runs.folder import RunDir
 
@@ -60,15 +61,19 @@ class Row(NamedTuple):
     budget: float
     """Training FLOPs, the same number for all runs of one budget."""
     flops: float
-    """Training FLOPs really spent."""
-    parameters: flops.Parameters
+    """Training FLOPs really spent, with attention as a whole square and no optimiser."""
+    executed_flops: float
+    """The same with half the square, and the optimiser's own matrix products."""
+    parameters: Parameters
     flops_per_token: float
     """Of a forward pass."""
-    loss: float
-    """Validation loss under the training's own rule: top-k, or a dense model's only one."""
+    loss: float | None
+    """Validation loss under the training's own rule: top-k, or a dense model's only one. None in
+    records that kept the causal one alone."""
     loss_causal: float | None
     """Under the causal head; None where there is none, as in a dense model."""
-    seed: int
+    seed: int | None
+    """None in records that did not keep it: then each run is a draw of its own."""
     seconds: float | None
     """Spent on steps, without validation and checkpoints."""
     tokens_per_second: float | None
@@ -86,11 +91,15 @@ class Row(NamedTuple):
     """The model's fields that are not its size."""
     provenance: Mapping[str, Any]
     """Of the first start."""
+    config: RunConfig
+    num_steps: int
 
     @property
     def judged(self) -> float:
         """The loss to compare by: under causal decisions where the model takes any."""
-        return self.loss if self.loss_causal is None else self.loss_causal
+        judged = self.loss if self.loss_causal is None else self.loss_causal
+        assert judged is not None, "a row has one of the two"
+        return judged
 
 
 class SkippedRun(NamedTuple):
@@ -113,7 +122,12 @@ def load_runs(folder: str | Path) -> Runs:
     """Every run in a folder and below; what is not finished or broken is named with its reason."""
     # a run's records are let go as soon as its row is made
     found = [(run.order, _load_run(folder, run, records)) for run, records in read_runs(folder)]
-    each = [run for _, run in sorted(found, key=lambda pair: pair[0])]
+    return collect_runs(str(folder), (run for _, run in sorted(found, key=lambda pair: pair[0])))
+
+
+def collect_runs(source: str, found: Iterable["Row | SkippedRun"]) -> Runs:
+    """Rows with the budgets and variants that they have among each other."""
+    each = list(found)
     left_out = [run for run in each if isinstance(run, SkippedRun)]
     rows = [run for run in each if isinstance(run, Row)]
     budgets = group_budgets([row.budget for row in rows])
@@ -123,7 +137,7 @@ def load_runs(folder: str | Path) -> Runs:
         for row, variant in zip(rows, name_variants(rows), strict=True)
     ]
     rows.sort(key=lambda row: (row.budget, rank_kind(row.kind), row.variant, row.parameters.total))
-    return Runs(str(folder), rows, left_out)
+    return Runs(source, rows, left_out)
 
 
 def _load_run(
@@ -162,36 +176,45 @@ def _read_row(
 ) -> Row:
     folder = RunDir.open(summary.path)
     config = RunConfig.from_dict(folder.read_config())
-    model, spent = config.model, summary.flops
-    if spent is None:
-        step = flops.training_flops(
-            model, seq_len=config.seq_len, batch_size=config.train.batch_size
-        )
-        spent = summary.step * step
+    schedule = make_schedule(config)
     loss = summary.val_loss_topk
     assert loss is not None
-    capacities = set(model.capacities)
-    return Row(
-        name=name,
-        kind=name_kind(model),
-        variant="",
-        budget=float(config.train.flops or spent),
-        flops=float(spent),
-        parameters=flops.num_parameters(model),
-        flops_per_token=flops.flops_per_token(model, seq_len=config.seq_len),
+    return make_row(
+        name,
+        config,
+        num_steps=summary.step,
+        flops=float(schedule.count_flops(summary.step, "full")),
+        executed_flops=float(schedule.count_flops(summary.step, "executed")),
         loss=float(loss),
         loss_causal=None if summary.val_loss_causal is None else float(summary.val_loss_causal),
         seed=config.train.seed,
         seconds=count_seconds(train),
         tokens_per_second=_find_speed(train),
+        heads=tuple(_read_heads(config.model, train, val, summary.num_steps or summary.step)),
+        curve=thin_curve(train),
+        provenance=next(iter(folder.read_starts()), {}),
+    )
+
+
+def make_row(name: str, config: RunConfig, *, flops: float, **measured: Any) -> Row:
+    """A row of a run's configuration and what was measured; its variant is not known yet."""
+    model = config.model
+    capacities = set(model.capacities)
+    return Row(
+        name=name,
+        kind=name_kind(model),
+        variant="",
+        budget=float(config.train.flops or flops),
+        flops=flops,
+        parameters=num_parameters(model),
+        flops_per_token=flops_per_token(model, seq_len=config.seq_len),
         capacity=capacities.pop() if len(capacities) == 1 else None,
         every=None if model.routing.layers or not model.routed_layers else model.routing.every,
-        heads=tuple(_read_heads(model, train, val, summary.num_steps or summary.step)),
-        curve=thin_curve(train),
         model=model.to_json(),
         recipe=_describe_recipe(config.train),
         settings=list_settings(model),
-        provenance=next(iter(folder.read_starts()), {}),
+        config=config,
+        **measured,
     )
 
 

@@ -7,7 +7,7 @@ loads nothing from anywhere.
 import platform
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from html import escape
@@ -18,11 +18,15 @@ from typing import NamedTuple
 from depthmix.files import replace_file
 from depthmix.report.charts import list_charts
 from depthmix.report.figures import Chart, NoMatplotlib, draw_chart, save_images
-from depthmix.report.fit import Comparison, Fit, compare_minima, fit_runs
-from depthmix.report.load import Row, Runs, load_runs
+from depthmix.report.fit import NOISE, Comparison, Fit, compare_minima, fit_runs
+from depthmix.report.frontier import COSTS, Lead, Trend, find_leads, fit_trends
+from depthmix.report.load import Row, Runs
+from depthmix.report.records import read_report_runs
 from depthmix.units import format_flops, format_number, format_power, format_seconds
 
 PAGE = "report.html"
+NAMES = {"full": "full FLOPs", "executed": "executed FLOPs", "wall clock": "wall clock"}
+"""Of the costs of `frontier`, in a sentence."""
 TEMPLATE = Path(__file__).with_name("template.html")
 
 
@@ -36,14 +40,20 @@ class WrittenReport(NamedTuple):
     runs: Runs
     fits: list[Fit]
     comparisons: list[Comparison]
+    summary: list[str]
+    """The page's first sentences."""
 
 
 def write_report(
     folder: str | Path, out: str | Path | None = None, command: str = ""
 ) -> WrittenReport:
-    """Read the runs in a folder, write the page and its images, by default into FOLDER/report."""
-    runs = load_runs(folder)
-    place = Path(folder, "report") if out is None else Path(out)
+    """Read the runs in a folder, write the page and its images, by default into FOLDER/report.
+
+    A file of records may stand for a folder: then they are written beside it.
+    """
+    runs = read_report_runs(folder)
+    beside = Path(folder).parent if Path(folder).is_file() else Path(folder)
+    place = beside / "report" if out is None else Path(out)
     fits = fit_runs(runs.rows)
     charts = list_charts(runs.rows, fits)
     if place.exists() and not place.is_dir():
@@ -57,7 +67,9 @@ def write_report(
         problem = str(error)
     page = place / PAGE
     replace_file(page, make_page(runs, fits, figures, command, problem=problem))
-    return WrittenReport(page, images, problem, runs, fits, compare_minima(fits))
+    comparisons = compare_minima(fits)
+    summary = summarize(runs, comparisons, fits)
+    return WrittenReport(page, images, problem, runs, fits, comparisons, summary)
 
 
 def make_page(
@@ -70,13 +82,14 @@ def make_page(
         "summary": "".join(
             # a number keeps its sign
             f"<p>{escape(line).replace(' %', '&nbsp;%')}</p>"
-            for line in summarize(runs, comparisons)
+            for line in summarize(runs, comparisons, fits)
         ),
         "warnings": "".join(
             f'<p class="warning">{escape(each)}</p>'
             for each in filter(None, (*find_warnings(runs.rows), problem))
         ),
         "minima": _section("Minima", _list_minima(fits, comparisons), MINIMA_NOTE),
+        "leads": _section("Leads at equal cost", _list_leads(fits), LEADS_NOTE),
         "figures": "\n".join(figures),
         "sizes": _section("Sizes", _list_sizes(fits), SIZES_NOTE),
         "runs": _section("Runs", _list_runs(runs.rows), ""),
@@ -93,19 +106,28 @@ MINIMA_NOTE = (
     "bracketed, else of the best size tried, which says less. Differences are to the dense minimum "
     "of the same budget, or to that of plain experts where no dense model was trained; negative is "
     "better. Parity is where it first is as good as that minimum. Spread is the standard "
-    "deviation over seeds at the best size."
+    "deviation over seeds at the best size; what follows ± is a standard error, by the fit's "
+    "residuals where a minimum is bracketed, else over seeds."
+)
+LEADS_NOTE = (
+    "The best size of each variant, by its mean over seeds, against what dense training reaches at "
+    "the same cost; between budgets the dense loss is taken to follow a power law. Full FLOPs "
+    "count attention as a whole square and no optimiser, executed FLOPs half the square and the "
+    "optimiser's own products. Wall clock says something only about runs that had a device of one "
+    "kind to themselves. The multiplier is how many times the cost dense needs for the same loss; "
+    "* marks one from beyond the dense models that were trained. What follows ± is a standard "
+    "error over seeds."
 )
 SIZES_NOTE = (
     "Means over seeds. Where a size was run by several recipes, that with the lowest mean counts."
 )
 
 
-def summarize(runs: Runs, comparisons: Iterable[Comparison]) -> list[str]:
-    """The page's first sentences: how many runs there are, and how the minima compare.
+def summarize(runs: Runs, comparisons: Sequence[Comparison], fits: Sequence[Fit] = ()) -> list[str]:
+    """The page's first sentences: how many runs there are, how the minima and the leads compare.
 
     Two runs, of which one has the other to be compared with, are worth a plain sentence instead.
     """
-    comparisons = list(comparisons)
     if len(runs.rows) == 2 and len(comparisons) == 1 and not runs.left_out:
         return [describe_pair(comparisons[0])]
     lines = [f"{len(runs.rows)} finished {'run' if len(runs.rows) == 1 else 'runs'}."]
@@ -115,7 +137,13 @@ def summarize(runs: Runs, comparisons: Iterable[Comparison]) -> list[str]:
         lines[0] = (
             f"No run is finished: there is nothing to compare yet. {len(runs.left_out)} left out."
         )
-    return [*lines, *(describe_comparison(comparison) for comparison in comparisons)]
+    leads = find_leads(fits)
+    for found in comparisons:
+        lines.append(describe_comparison(found))
+        told = describe_leads(leads.get((found.fit.budget, found.fit.variant), {}))
+        lines[-1] += f" {told}" if told else ""
+    lines += [describe_trend(*each) for each in fit_trends(leads).items()]
+    return lines
 
 
 def describe_pair(found: Comparison) -> str:
@@ -134,10 +162,11 @@ def describe_pair(found: Comparison) -> str:
 def describe_comparison(found: Comparison) -> str:
     """One sentence, with its reservation where a minimum is not bracketed."""
     fit, side = found.fit, "below" if found.percent < 0 else "above"
+    percent = format_error(abs(found.percent), found.error)
     sentence = (
-        f"At {format_power(fit.budget)} training FLOPs {fit.variant} is {abs(found.percent):.2f} % "
-        f"{side} {found.dense.variant} ({fit.loss:.4f} against {found.dense.loss:.4f}), at "
-        f"{100 * found.relative_flops:.0f} % of its forward FLOPs."
+        f"At {format_power(fit.budget)} training FLOPs ({fit.convention}) {fit.variant} is "
+        f"{percent} % {side} {found.dense.variant} ({fit.loss:.4f} against {found.dense.loss:.4f}),"
+        f" at {100 * found.relative_flops:.0f} % of its forward FLOPs."
     )
     if found.is_sound:
         if found.parity_flops is None:
@@ -146,7 +175,37 @@ def describe_comparison(found: Comparison) -> str:
     open_ends = [
         f"{each.variant}: {each.note}" for each in (fit, found.dense) if not each.bracketed
     ]
-    return f"{sentence} Not a comparison of minima: {'; '.join(open_ends)}."
+    return f"{sentence} Minima not yet bracketed: {'; '.join(open_ends)}."
+
+
+def describe_leads(leads: Mapping[str, Lead]) -> str:
+    """What a variant's best size is worth at equal cost, in a sentence; empty where unknown."""
+    parts = []
+    for cost, lead in leads.items():
+        side = "below" if lead.percent < 0 else "above"
+        part = f"{format_error(abs(lead.percent), lead.error)} % {side} at equal {NAMES[cost]}"
+        if lead.multiplier is not None:
+            times = format_error(lead.multiplier, lead.multiplier_error)
+            part += f" (dense needs {times} times as much{', extrapolated' * lead.extrapolated})"
+        parts.append(part)
+    return f"By means over seeds its best size is {', '.join(parts)}." if parts else ""
+
+
+def describe_trend(key: tuple[str, str], trend: Trend) -> str:
+    """How a variant's lead changes with the budget, and whether that is more than noise."""
+    variant, cost = key
+    sure = abs(trend.slope) > NOISE * trend.error
+    return (
+        f"With ten times the {NAMES[cost]} the loss of {variant} against dense changes by "
+        f"{format_error(trend.slope, trend.error, sign=True)} percentage points"
+        f"{'' if sure else ', which is within noise'}."
+    )
+
+
+def format_error(value: float, error: float | None, *, sign: bool = False) -> str:
+    """A number and its standard error, where that is known."""
+    text = f"{value:+.2f}" if sign else f"{value:.2f}"
+    return text if error is None else f"{text} ± {error:.2f}"
 
 
 def find_warnings(rows: Sequence[Row]) -> list[str]:
@@ -159,6 +218,12 @@ def find_warnings(rows: Sequence[Row]) -> list[str]:
             f"be compared."
         )
     devices = {_name_device(row) for row in rows}
+    conventions = {row.config.train.flops_convention for row in rows if row.config.train.flops}
+    if len(conventions) > 1:
+        warnings.append(
+            "Some budgets count full FLOPs and some executed ones: runs of one budget did not cost "
+            "the same."
+        )
     if len(devices) > 1:
         warnings.append(f"Times are from different devices: {', '.join(sorted(devices))}.")
     return warnings
@@ -184,15 +249,41 @@ def _list_minima(fits: Sequence[Fit], comparisons: Sequence[Comparison]) -> list
                 f"{fit.loss:.4f}",
                 "-" if fit.best.spread is None else f"{fit.best.spread:.4f}",
                 f"{fit.best.num_seeds}",
-                "-" if found is None else f"{found.percent:+.2f} %",
+                "-"
+                if found is None
+                else f"{format_error(found.percent, found.error, sign=True)} %",
                 format_number(fit.parameters),
                 format_flops(fit.flops_per_token),
                 "-" if found is None else f"{found.relative_flops:.2f}",
                 "-" if parity is None else f"{parity:.2f}",
-                "bracketed" if fit.bracketed else f"not bracketed: {fit.note}",
+                "bracketed" if fit.bracketed else f"not yet bracketed: {fit.note}",
             ]
         )
     return table
+
+
+def _list_leads(fits: Sequence[Fit]) -> list[list[str]]:
+    leads = find_leads(fits)
+    if not leads:
+        return []
+    table = [["budget", "variant"]]
+    for cost in COSTS:
+        table[0] += [f"at equal {NAMES[cost]}", "multiplier"]
+    for (budget, variant), found in leads.items():
+        table.append([format_power(budget), variant])
+        for cost in COSTS:
+            lead = found.get(cost)
+            table[-1].append(
+                "-" if lead is None else f"{format_error(lead.percent, lead.error, sign=True)} %"
+            )
+            table[-1].append("-" if lead is None else _tell_multiplier(lead))
+    return table
+
+
+def _tell_multiplier(lead: Lead) -> str:
+    if lead.multiplier is None:
+        return "-"
+    return format_error(lead.multiplier, lead.multiplier_error) + "*" * lead.extrapolated
 
 
 def _list_sizes(fits: Sequence[Fit]) -> list[list[str]]:
@@ -212,15 +303,22 @@ def _list_sizes(fits: Sequence[Fit]) -> list[list[str]]:
                     f"{size.num_recipes}",
                     f"{size.loss:.4f}",
                     "-" if size.spread is None else f"{size.spread:.4f}",
-                    f"{statistics.fmean(row.loss for row in size.rows):.4f}",
+                    _average_topk(size.rows),
                     format_flops(size.flops_per_token),
                 ]
             )
     return table
 
 
+def _average_topk(rows: Sequence[Row]) -> str:
+    losses = [row.loss for row in rows if row.loss is not None]
+    return f"{statistics.fmean(losses):.4f}" if losses else "-"
+
+
 def _list_runs(rows: Sequence[Row]) -> list[list[str]]:
-    table = [["run", "variant", "budget", "spent", "parameters", "FLOPs a token", "top-k"]]
+    table = [
+        ["run", "variant", "budget", "full", "executed", "parameters", "FLOPs a token", "top-k"]
+    ]
     table[0] += ["causal", "seed", "time", "tokens/s"]
     for row in rows:
         table.append(
@@ -229,11 +327,12 @@ def _list_runs(rows: Sequence[Row]) -> list[list[str]]:
                 row.variant,
                 format_power(row.budget),
                 format_power(row.flops),
+                format_power(row.executed_flops),
                 format_number(row.parameters.total),
                 format_flops(row.flops_per_token),
-                f"{row.loss:.4f}",
+                "-" if row.loss is None else f"{row.loss:.4f}",
                 "-" if row.loss_causal is None else f"{row.loss_causal:.4f}",
-                f"{row.seed}",
+                "-" if row.seed is None else f"{row.seed}",
                 "-" if row.seconds is None else format_seconds(row.seconds),
                 "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
             ]
