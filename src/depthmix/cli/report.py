@@ -30,16 +30,11 @@ def report(
 ) -> None:
     """Compare the runs in a folder, on a page with charts.
 
-<<<<<<< HEAD
-    Fits isoFLOP curves, finds their minima and compares them with dense models. Unfinished runs
-    are listed and left out. For example:
-=======
-    Fits isoFLOP curves, finds their minima and compares them with the dense ones, at equal FLOPs by
-    two conventions and at equal wall clock. Runs that are not finished are named and left out. For
-    example:
->>>>>>> a04ac64 (report: leads at equal cost with standard errors, and records of runs)
+    Fits isoFLOP curves, finds their minima and compares them with the dense ones, at equal FLOPs
+    by two conventions and at equal wall clock. Runs that are not finished are listed and left out.
+    For example:
 
-    depthmix report runs/isoflop
+        depthmix report runs/isoflop
     """
     from depthmix.report.page import write_report
     from depthmix.report.records import append_records
