@@ -79,8 +79,9 @@ def count_stopped_flops(model: Transformer, tokens: Tensor) -> int:
         output = model(tokens)
     for hook in hooks:
         hook.remove()
-    if model.config.routing.gate == "unit":
-        num_scores = sum(routing.index.numel() for routing in list_routings(output))
+    routing = model.config.routing
+    if routing.gate == "unit" and not routing.draws_scores:
+        num_scores = sum(r.index.numel() for r in list_routings(output))
         # of the scores' input and of the weights, two FLOPs each
         count += 4 * num_scores * model.config.width
     return count
@@ -95,7 +96,9 @@ def check_flops(config: ModelConfig, seq_len: int, batch_size: int) -> None:
         loss.backward()
         both = counter.get_total_flops()
     assert flops.forward_flops(config, seq_len=seq_len, batch_size=batch_size) == forward
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    unused = config.routing.draws_scores
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (unused and "decider.router" in name)
     stopped = count_stopped_flops(model, tokens)
     training = flops.training_flops(config, seq_len=seq_len, batch_size=batch_size)
     assert both == training - stopped
@@ -108,6 +111,8 @@ def make_config(routing: dict[str, Any], experts: dict[str, Any], **fields: Any)
         "mlp_width": 20,
     }  # fmt: skip
     routing = {"predictor_width": 5, **routing}
+    if routing.get("strategy") == "early_exit":
+        routing |= {"every": 1, "kv_capacity": None}
     experts = {"num_experts": 2, "predictor_width": 7, **experts}
     return ModelConfig(
         **small | fields, routing=RoutingConfig(**routing), experts=ExpertsConfig(**experts)
@@ -132,7 +137,8 @@ def draw_arguments(draw: st.DrawFn) -> dict[str, Any]:
     kv_heads = draw(st.integers(1, 2))
     num_heads = kv_heads * draw(st.integers(1, 3))
     max_seq_len = draw(st.integers(8, 24))
-    every = draw(st.integers(1, num_layers))
+    strategy = draw(st.sampled_from(STRATEGIES))
+    every = 1 if strategy == "early_exit" else draw(st.integers(1, num_layers))
     first_dense = draw(st.integers(0, num_layers - every))
     num_routed = len(range(first_dense + every - 1, num_layers, every))
     share = st.floats(0.01, 1.0)
@@ -147,7 +153,7 @@ def draw_arguments(draw: st.DrawFn) -> dict[str, Any]:
         )
     )
     routing: dict[str, Any] = {
-        "strategy": draw(st.sampled_from(STRATEGIES)),
+        "strategy": strategy,
         "capacity": capacity,
         "every": every,
         "first_dense": first_dense,
@@ -159,7 +165,9 @@ def draw_arguments(draw: st.DrawFn) -> dict[str, Any]:
     }
     if isinstance(capacity, float) and draw(st.booleans()):
         routing["kv_capacity"] = draw(st.floats(capacity, 1.0))
-    if routing["strategy"] != "causal":
+    if strategy == "stochastic":
+        routing["noise_gate"] = draw(st.sampled_from(["learned", "gaussian"]))
+    if strategy != "causal":
         routing["predictor"] = draw(st.booleans())
     experts: dict[str, Any] = {
         "strategy": draw(st.sampled_from(["none", "expert_choice", "token_choice"])),

@@ -157,7 +157,7 @@ def count_parts(
         scores += (2 * (offered + 1) if causal_half else 4 * offered) * kept * pair_width
         # a router scores every token, and the kept ones again for the gate
         scored = (0, num_tokens + kept, 2 * num_tokens + kept + offered)[block.num_deciders]
-        weights["routers"] += scored * sizes.depth_router
+        weights["routers"] += 0 if config.routing.draws_scores else scored * sizes.depth_router
         weights["predictors"] += num_tokens * block.num_deciders * sizes.depth_predictor
         if block.has_experts:
             weights["experts"] += count_expert_pairs(config, kept) * sizes.expert

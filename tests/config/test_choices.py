@@ -7,14 +7,19 @@ from depthmix.config.choices import (
     CAUSAL_SELECTORS,
     EXPERT_STRATEGIES,
     GATES,
+    NOISE_GATES,
     SELECTORS,
     STRATEGIES,
 )
 from depthmix.config.model import ModelConfig
 
+# what some names need beside them
+BESIDE = {"early_exit": {"routing.every": 1}, "gaussian": {"routing.strategy": "stochastic"}}
+
 TABLES = {
     "routing.strategy": list(STRATEGIES),
     "routing.gate": list(GATES),
+    "routing.noise_gate": list(NOISE_GATES),
     "experts.strategy": list(EXPERT_STRATEGIES),
 }
 
@@ -24,7 +29,7 @@ def test_fields_take_the_names_of_their_table(field: str) -> None:
     told = fields.document_fields(ModelConfig)[field]
     for name in TABLES[field]:
         section, _, bare = field.partition(".")
-        config = load_preset("tiny", **{field: name})
+        config = load_preset("tiny", **BESIDE.get(name, {}), **{field: name})
         assert getattr(getattr(config, section), bare) == name
         assert f" {name}: " in told
     names = ", ".join(f"'{name}'" for name in TABLES[field])

@@ -23,6 +23,7 @@ from depthmix.config.model import find_problems, num_kept
 MOD = {"routing.strategy": "expert_choice"}
 MOE = {"experts.strategy": "expert_choice"}
 TOKEN_MOE = {"experts.strategy": "token_choice"}
+EXIT = {"routing.strategy": "early_exit", "routing.layers": (2, 3)}
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     # overrides, the field that the message names, what else it says
@@ -72,10 +73,22 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"routing.capacity": (0.5,)}, "routing.capacity", "2 blocks route (1, 3)"),
     ({"routing.capacity": ()}, "routing.capacity", "lists 0 numbers"),
     (
-        {"routing.strategy": "early_exit", "routing.capacity": (0.25, 0.5)},
+        {"routing.strategy": "early_exit", "routing.layers": (2, 3), "routing.capacity": (0.2, 1)},
         "routing.capacity",
         "must not increase with depth",
     ),
+    ({"routing.strategy": "early_exit"}, "routing.strategy", "set routing.every = 1"),
+    (
+        {"routing.strategy": "early_exit", "routing.layers": (1, 2)},
+        "routing.strategy",
+        "passes no later block",
+    ),
+    (
+        {"routing.strategy": "early_exit", "routing.every": 1, "routing.kv_capacity": 0.5},
+        "routing.kv_capacity",
+        "offers no keys",
+    ),
+    ({"routing.noise_gate": "gaussian"}, "routing.noise_gate", "'stochastic'"),
     ({"routing.first_tokens": 9}, "routing.first_tokens", "8 tokens"),
     (
         {"routing.strategy": "stochastic", "routing.aux_loss_weight": 0.1},
@@ -246,7 +259,7 @@ def test_capacity_schedules() -> None:
     [
         ({"strategy": "none"}, None),
         ({"strategy": "expert_choice"}, "predictor"),
-        ({"strategy": "early_exit"}, "predictor"),
+        ({"strategy": "early_exit", "every": 1}, "predictor"),
         ({"strategy": "causal"}, "predictor"),
         ({"strategy": "expert_choice", "predictor": False}, None),
         ({"strategy": "expert_choice", "predictor": False, "aux_loss_weight": 0.01}, "router"),
@@ -318,6 +331,7 @@ def test_needs_selector_to_decode(overrides: dict[str, Any], needed: bool) -> No
         ({"routing.predictor": False}, {"topk", "router", "all"}),
         ({"routing.strategy": "token_choice"}, {"topk", "router", "all"}),
         ({"routing.strategy": "stochastic"}, {"topk", "all"}),
+        ({"routing.strategy": "stochastic", "routing.noise_gate": "gaussian"}, {"topk"}),
         ({"experts.strategy": "expert_choice"}, {"topk", "predictor", "router", "all"}),
         (
             {"experts.strategy": "expert_choice", "experts.predictor": False},
@@ -356,6 +370,8 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
             ["none", "expert_choice", "token_choice", "stochastic", "early_exit", "causal"]
         )
     )
+    if strategy == "early_exit":
+        every = 1
     num_routed = len(range(first_dense + every - 1, layers, every))
     listed = st.lists(share, min_size=num_routed, max_size=num_routed).map(
         lambda values: tuple(sorted(values, reverse=True))
@@ -380,7 +396,10 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         predictor_width=draw(st.integers(1, 512)),
         predictor_loss_weight=draw(weight),
         balance_loss_weight=draw(weight),
-        kv_capacity=draw(st.none() | st.just(1.0)),
+        kv_capacity=None if strategy == "early_exit" else draw(st.none() | st.just(1.0)),
+        noise_gate=draw(st.sampled_from(["learned", "gaussian"]))
+        if strategy == "stochastic"
+        else "learned",
     )
     num_experts = draw(st.integers(1, 8))
     experts = dict(
@@ -449,12 +468,14 @@ def test_derived_values_fit_together(tree: dict[str, Any]) -> None:
         assert config.causal_selector is None
         assert config.choose_selector(None) is None
     elif config.causal_selector is None:
-        with pytest.raises(ValueError, match="no head trained for causal routing"):
+        told = "no head trained for causal routing|trained and validated, but not sampled"
+        with pytest.raises(ValueError, match=told):
             config.choose_selector(None)
     else:
         assert config.find_selector_problem(config.causal_selector) is None
         assert config.choose_selector(None) == config.causal_selector
-    assert config.choose_selector("all") == "all"
+    if not config.routing.draws_scores:
+        assert config.choose_selector("all") == "all"
 
 
 def _look_up(config: ModelConfig, dotted: str) -> Any:
@@ -483,8 +504,8 @@ def test_rule_names_the_field(overrides: dict[str, Any], field: str, says: str) 
     [
         {"num_heads": 5, "num_kv_heads": 5, "head_width": 8},
         {"routing.capacity": 1.0},
-        {"routing.capacity": (0.5, 0.25), "routing.strategy": "early_exit"},
-        {"routing.capacity": (0.5, 0.5), "routing.strategy": "early_exit"},
+        {**EXIT, "routing.capacity": (0.5, 0.25)},
+        {**EXIT, "routing.capacity": (0.5, 0.5)},
         {"routing.first_tokens": 8},
         {"routing.kv_capacity": 0.125},
         {"routing.strategy": "causal", "routing.predictor": False, "routing.aux_loss_weight": 0.1},

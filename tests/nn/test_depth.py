@@ -371,6 +371,26 @@ def test_unit_gate_sends_no_gradient_to_the_router() -> None:
     assert layer.decider.router.weight.grad.abs().sum() > 0
 
 
+def test_random_gates_are_the_noise_that_chose() -> None:
+    """The paper's control: the largest of what is drawn, which is the gate, and no router."""
+    options = {"routing.noise_gate": "gaussian", "routing.capacity": 0.5}
+    layer, x = make_layer("stochastic", Recorder(), **options), make_x(requires_grad=True)
+    y, routing, _ = layer(x, make_place())
+    assert torch.equal(routing.slot >= 0, (routing.logits.argsort(1).argsort(1) >= LENGTH // 2))
+    gate = routing.logits.where(routing.slot >= 0, 0)
+    torch.testing.assert_close(y, x + gate[:, :, None] * 2 * x)
+    assert not torch.equal(routing.logits, layer(x, make_place())[1].logits)
+    y.sum().backward()
+    assert layer.decider.router.weight.grad is None
+    noise = torch.cat([layer(x, make_place())[1].logits.flatten() for _ in range(100)])
+    assert noise.mean().item() == pytest.approx(0, abs=0.1)
+    assert noise.std().item() == pytest.approx(1, abs=0.1)
+    # with another gate on the same noise
+    layer = make_layer("stochastic", Recorder(), **options, **{"routing.gate": "tanh1"})
+    routing = layer(x, make_place())[1]
+    torch.testing.assert_close(routing.weight, 1 + routing.logits.gather(1, routing.index).tanh())
+
+
 def test_memory_reaches_the_block() -> None:
     given: list[Memory | None] = []
 

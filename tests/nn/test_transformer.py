@@ -219,6 +219,20 @@ def test_early_exit_sets_nest_through_the_stack(selector: str | None) -> None:
     assert 0 < inside[-1].sum() < inside[0].sum()
 
 
+@pytest.mark.parametrize("selector", [None, "predictor"])
+def test_who_exits_early_passes_no_later_block(selector: str | None) -> None:
+    model = make_model(make_config("early_exit", **{"routing.first_dense": 1, "num_layers": 5}))
+    after: list[Tensor] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda _m, _i, out: after.append(out[0]))
+    routings = model(make_tokens(model.config, 2, 16), selector=selector).routings
+    assert len(routings) == 4
+    for number, routing in enumerate(routings[:-1]):
+        left = routing.slot < 0
+        assert 0 < left.sum() < left.numel()
+        assert torch.equal(after[-1][left], after[1 + number][left])
+
+
 def test_head_is_tied_or_not() -> None:
     tied, untied = make_model("mod"), make_model("mod_gelu_mqa_untied")
     assert tied.head.weight is tied.embedding.weight

@@ -176,4 +176,4 @@ def test_a_variant_keeps_its_colour(tmp_path: Path) -> None:
     write_run(tmp_path / "b", DENSE, 3.0, budget=1e12)
     write_run(tmp_path / "c", {"routing.strategy": "stochastic"}, 3.0, budget=1e12)
     colors = number_colors(load_runs(tmp_path).rows)
-    assert colors == {"dense": 0, "mod": 1, "stochastic": 2}
+    assert colors == {"dense": 0, "mod": 1, "stochastic learned gate": 2}

@@ -31,13 +31,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
     "mod": MOD,
     "mod causal": {"routing.strategy": "causal"},
-    "stochastic": {"routing.strategy": "stochastic"},
+    "stochastic": {"routing.strategy": "stochastic", "routing.noise_gate": "gaussian"},
+    "stochastic learned gate": {"routing.strategy": "stochastic"},
+    "stochastic unit gate": {"routing.strategy": "stochastic", "routing.gate": "unit"},
     "token_choice": {"routing.strategy": "token_choice"},
     "early_exit": {"routing.strategy": "early_exit", "routing.every": 1},
     "moe": MOE,
     "mode staged": {**MOE, **MOD},
     "mode integrated": {**MOE, "experts.num_noop": 1},
-    "stochastic moe": {**MOE, "routing.strategy": "stochastic"},
+    "stochastic learned gate moe": {**MOE, "routing.strategy": "stochastic"},
 }
 
 
@@ -47,8 +49,8 @@ def test_fields_that_are_left_out_exist() -> None:
 
 
 def test_kinds_have_an_order() -> None:
-    shown = ["dense", "mod", "mod causal", "token_choice", "stochastic", "early_exit"]
-    shown += ["moe", "mode staged", "mode integrated", "stochastic moe"]
+    shown = ["dense", "mod", "mod causal", "token_choice", "stochastic unit gate", "early_exit"]
+    shown += ["moe", "mode staged", "mode integrated", "stochastic learned gate moe"]
     assert sorted(shown[::-1], key=rank_kind) == shown
 
 

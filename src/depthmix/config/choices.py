@@ -58,7 +58,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     ),
     "stochastic": Strategy("random tokens, as a control", "random", "stochastic", is_random=True),
     "early_exit": Strategy(
-        "the highest scores among the tokens that the previous routed block kept",
+        "the highest scores among the remaining tokens; one that left passes no later block",
         label="top-k of the remaining tokens",
         kind="early_exit",
         has_target=True,
@@ -81,6 +81,12 @@ GATES: Mapping[str, str] = {
 }
 """The factor on the update of a token with score r."""
 
+NOISE_GATES: Mapping[str, str] = {
+    "learned": "the router's score, a stronger control than the paper's",
+    "gaussian": "the noise that selected the tokens, as in the paper; the router is unused",
+}
+"""The score that the gate is a function of under random routing."""
+
 EXPERT_STRATEGIES: Mapping[str, ExpertStrategy] = {
     "none": ExpertStrategy("one MLP"),
     "expert_choice": ExpertStrategy("experts take tokens", has_target=True),
@@ -94,6 +100,7 @@ CAUSAL_SELECTORS = ("predictor", "router", "all")
 
 StrategyName = Annotated[str, Choices({name: s.meaning for name, s in STRATEGIES.items()})]
 GateName = Annotated[str, Choices(GATES)]
+NoiseGateName = Annotated[str, Choices(NOISE_GATES)]
 ExpertStrategyName = Annotated[
     str, Choices({name: s.meaning for name, s in EXPERT_STRATEGIES.items()})
 ]

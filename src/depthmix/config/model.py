@@ -18,6 +18,7 @@ from depthmix.config.choices import (
     STRATEGIES,
     ExpertStrategyName,
     GateName,
+    NoiseGateName,
     StrategyName,
 )
 from depthmix.config.fields import Bounds, Count, NotNegative, Positive
@@ -56,6 +57,9 @@ class RoutingConfig:
     """Always route this many first positions of each document."""
     gate: GateName = "raw"
     """The factor on a routed block's update, as a function of the score r."""
+    noise_gate: NoiseGateName = "learned"
+    """stochastic: the score r that the gate is a function of. The paper's control is gaussian with
+    gate = raw; gate = unit ignores the score."""
     normalize_input: bool = True
     """Compute scores from x / rms(x), so that they do not grow with the residual stream; false uses
     x itself, as in the paper."""
@@ -87,6 +91,11 @@ class RoutingConfig:
     def has_predictor(self) -> bool:
         """Whether routed blocks carry a predictor."""
         return self.predictor and self.has_target
+
+    @property
+    def draws_scores(self) -> bool:
+        """Whether scores, and therefore gates, are noise drawn in each forward pass."""
+        return STRATEGIES[self.strategy].is_random and self.noise_gate == "gaussian"
 
     @property
     def causal_head(self) -> Literal["predictor", "router"] | None:
@@ -288,6 +297,11 @@ class ModelConfig:
             return None
         if selector not in SELECTORS:
             return f"unknown selector '{selector}': use one of {', '.join(SELECTORS)}"
+        if selector != "topk" and self.routing.draws_scores:
+            return (
+                f"Gaussian gates are drawn again in each pass, so selector '{selector}' cannot "
+                f"use them: use 'topk'"
+            )
         if selector in ("predictor", "router") and STRATEGIES[self.routing.strategy].is_random:
             return (
                 f"a random choice has no causal head for selector '{selector}': use 'topk' or 'all'"
@@ -310,6 +324,11 @@ class ModelConfig:
 
         A model without a trained one needs an explicit choice: any default would be a guess.
         """
+        if self.routed_layers and self.routing.draws_scores:
+            raise ValueError(
+                "Gaussian gates are drawn again in each pass: a model with routing.noise_gate = "
+                "gaussian can be trained and validated, but not sampled"
+            )
         fits = [s for s in CAUSAL_SELECTORS if self.find_selector_problem(s) is None]
         advice = f"use {' or '.join(map(repr, fits))}"
         if wanted == "topk":
@@ -446,6 +465,22 @@ def _routing_problems(config: ModelConfig, routing: RoutingConfig) -> Iterator[s
         yield (
             f"routing.capacity must not increase with depth under {routing.strategy}, where a "
             f"token that left never returns"
+        )
+    if strategy.is_final and routed and routed != tuple(range(routed[0], config.num_layers)):
+        yield (
+            f"routing.strategy = '{routing.strategy}' needs every block after the first routed "
+            f"one to route too, as a token that left passes no later block: set routing.every = 1, "
+            f"and routing.first_dense to the number of blocks that all tokens pass"
+        )
+    if strategy.is_final and routing.kv_capacity is not None:
+        yield (
+            f"routing.kv_capacity cannot be combined with {routing.strategy}, where a token that "
+            f"left offers no keys: leave it out"
+        )
+    if routing.noise_gate != "learned" and not strategy.is_random:
+        yield (
+            f"routing.noise_gate = '{routing.noise_gate}' is for random routing: set "
+            f"routing.strategy = 'stochastic', or leave it out"
         )
     if routing.first_tokens > num_kept(min(capacities), config.max_seq_len):
         yield (

@@ -13,6 +13,7 @@ from depthmix.kernels import gather_tokens, scatter_add_tokens
 from depthmix.nn import routing as rules
 from depthmix.nn.attention import AttentionCache, Memory, Place
 from depthmix.nn.block import Update
+from depthmix.nn.layers import at_least_float32
 from depthmix.nn.router import Predictor, Router
 from depthmix.nn.routing import Candidates, Kept, Routing
 
@@ -51,7 +52,10 @@ class Decider(nn.Module):
         """The kept tokens, the stream to add to, the tokens' places, and what was decided."""
         # sums over one score, and not views of it: a module that returns a view of its result
         # cannot be sharded safely
-        if compact and selector == "predictor" and self.predictor is not None:
+        if self.config.draws_scores:
+            logits_BT = torch.randn_like(at_least_float32(x[..., 0]))
+            predicted_BT = None
+        elif compact and selector == "predictor" and self.predictor is not None:
             predicted_BT = self.predictor(x).sum(-1)
             # who is sent by need not be scored
             logits_BT = torch.full_like(predicted_BT, torch.nan)
@@ -77,12 +81,12 @@ class Decider(nn.Module):
         elif kept.valid is None and kept.index.shape == logits_BT.shape:
             # everybody: there is nothing to move
             x_BKD, place_BK = x, place
-            weight_BK = rules.apply_gate(self.config.gate, self.router(x).sum(-1))
+            weight_BK = self.weigh(x, logits_BT)
         else:
             x_BKD, x = gather_tokens(x, kept.index, kept.slot)
             # scored again from the gathered tokens: the gate's gradient then stays among them,
             # where by way of logits_BT it would touch every token
-            weight_BK = rules.apply_gate(self.config.gate, self.router(x_BKD).sum(-1))
+            weight_BK = self.weigh(x_BKD, logits_BT.gather(1, kept.index))
             place_BK = place.take(kept.index, kept.valid)
         valid_BK = torch.ones_like(kept.index, dtype=torch.bool)
         if kept.valid is not None:
@@ -104,6 +108,13 @@ class Decider(nn.Module):
             ),
         )
 
+    def weigh(
+        self, x: Float[Tensor, "B K D"], logits: Float[Tensor, "B K"]
+    ) -> Float[Tensor, "B K"]:
+        """The gates of tokens with these scores."""
+        scores_BK = logits if self.config.draws_scores else self.router(x).sum(-1)
+        return rules.apply_gate(self.config.gate, scores_BK)
+
     def keep(
         self,
         scores: Float[Tensor, "B T"],
@@ -124,7 +135,7 @@ class Decider(nn.Module):
         if selector in ("predictor", "router"):
             scores = foreseen if selector == "predictor" else scores
             return rules.causal(scores, candidates, compact=compact)
-        if selector == "topk" and not strategy.is_random:
+        if self.config.draws_scores or (selector == "topk" and not strategy.is_random):
             return rules.expert_choice(scores, self.capacity, candidates)
         scores = foreseen if strategy.asks_head else scores
         return rules.RULES[self.config.strategy](scores, self.capacity, candidates)

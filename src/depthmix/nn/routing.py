@@ -98,7 +98,7 @@ def expert_choice(scores: Float[Tensor, "B T"], capacity: float, candidates: Can
 
 
 def stochastic(scores: Float[Tensor, "B T"], capacity: float, candidates: Candidates) -> Kept:
-    """Top-k of Gaussian noise: the paper's control."""
+    """Top-k of Gaussian noise that nothing else sees."""
     return expert_choice(torch.randn_like(scores), capacity, candidates)
 
 

@@ -38,6 +38,8 @@ OTHER_FIELDS = {
     *("log_every", "val_every", "checkpoint_every", "checkpoint_minutes", "num_kept_checkpoints"),
     *("checkpoint_activations", "tensorboard", "wandb"),
 }
+# of random choice, in the name of a kind
+LEARNED_GATE, UNIT_GATE = " learned gate", " unit gate"
 
 
 class Head(NamedTuple):
@@ -55,7 +57,7 @@ class Row(NamedTuple):
     name: str
     """Its folder, below the one that is reported on."""
     kind: str
-    """dense, mod, stochastic, token_choice, early_exit, moe, mode staged, mode integrated."""
+    """dense, mod, token_choice, moe and so on, see `name_kind`."""
     variant: str
     """The kind, and what distinguishes it from other runs of this kind; see `name_variants`."""
     budget: float
@@ -220,7 +222,11 @@ def make_row(name: str, config: RunConfig, *, flops: float, **measured: Any) -> 
 
 def name_kind(model: ModelConfig) -> str:
     """What a model is, in a word or two."""
-    kind = STRATEGIES[model.routing.strategy].kind
+    strategy, routing = STRATEGIES[model.routing.strategy], model.routing
+    kind = strategy.kind
+    if strategy.is_random and not routing.draws_scores:
+        # stronger controls than the paper's, whose gate is chance too
+        kind += UNIT_GATE if routing.gate == "unit" else LEARNED_GATE
     if model.expert_layers:
         if model.routed_layers:
             return "mode staged" if kind.startswith("mod") else f"{kind} moe"
@@ -234,6 +240,7 @@ def rank_kind(kind: str) -> int:
     # the two that are Mixture-of-Depths proper beside each other
     routed = sorted(kinds, key=lambda kind: not kind.startswith("mod"))
     known = ("dense", *routed, "moe", "mode staged", "mode integrated")
+    kind = kind.removesuffix(UNIT_GATE).removesuffix(LEARNED_GATE)
     return known.index(kind) if kind in known else len(known)
 
 
