@@ -31,8 +31,13 @@ def make_model(name: str = "mod", batch_size: int = 4, **options: Any) -> Any:
     model = enlarge_updates(Transformer(make_config(name, vocab_size=300, max_seq_len=32))).eval()
     with torch.no_grad():
         model.norm.weight.mul_(20)
-    options = {"selector": None if name == "dense" else "predictor", **options}
     return tasks.TaskModel(model, TOKENIZER, 0, batch_size=batch_size, **options)
+
+
+def test_the_trained_head_decides_unless_another_is_named() -> None:
+    assert make_model().selector == "predictor"
+    assert make_model(selector="topk").selector == "topk"
+    assert make_model("dense").selector is None
 
 
 PAIRS = [

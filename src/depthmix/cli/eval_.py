@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -16,10 +16,6 @@ from depthmix.cli.arguments import (
     name_missing_extra,
     read_text,
 )
-
-if TYPE_CHECKING:
-    from depthmix.eval.perplexity import Stream
-    from depthmix.models import StoredModel
 
 Text = Annotated[
     list[str] | None,
@@ -111,69 +107,31 @@ def evaluate(
     problem = source.config.find_selector_problem(selector)
     if problem is not None:
         raise ValueError(f"--selector {selector}: {problem}")
+    if tasks and selector is None:
+        # refused before a text takes its time
+        source.config.choose_selector(None)
+    from depthmix.eval.perplexity import measure_stream, read_stored, tell_stream
+
+    # so is a tokenizer that is not there
     vocabulary = source.vocabulary if text or tasks else None
-    stream = read_stream(source, text or [], data, max_tokens) if reads else None
+    texts = [read_text(file) for file in text or []]
+    stream = read_stored(source, texts, data, max_tokens) if reads else None
     network = source.network.to(choose_device(device))
     found: dict[str, Any] = {"model": str(model)}
+    lines = []
     if stream is not None:
-        from depthmix.eval.perplexity import measure_stream
-
         found["text"] = measure_stream(network, stream, seq_len=seq_len, batch_size=batch)
+        lines += tell_stream(model, found["text"])
     if tasks and vocabulary is not None:
         with name_missing_extra("eval"):
-            from depthmix.eval.tasks import TaskModel, run_tasks
+            from depthmix.eval.tasks import TaskModel, run_tasks, tell_tasks
 
-        chosen = selector or source.config.choose_selector(None)
-        options: dict[str, Any] = {"selector": chosen, "batch_size": batch}
-        options |= {"chat": source.chat} if chat else {}
-        adapter = TaskModel(network, *vocabulary, **options)
+        options: dict[str, Any] = {"selector": selector, "chat": source.chat if chat else None}
+        adapter = TaskModel(network, *vocabulary, batch_size=batch, **options)
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         found["tasks"] = run_tasks(
             adapter, names, include=include or (), num_fewshot=fewshot, limit=limit
         )
-        found["selector"] = chosen
-    print(json.dumps(found, indent=2) if as_json else "\n".join(describe(found)))
-
-
-def read_stream(
-    model: "StoredModel", texts: list[str], data: Path | None, max_tokens: int | None
-) -> "Stream":
-    """The tokens of files, of a data folder, or of what a run was trained on."""
-    from depthmix.eval.perplexity import read_corpus, read_texts
-
-    if texts:
-        return read_texts([read_text(file) for file in texts], *model.vocabulary, max_tokens)
-    from depthmix.data.shards import Corpus
-
-    if data is None:
-        starts = [] if model.run is None else model.run.read_starts()
-        used = starts[-1]["data"] if starts else {}
-        if not used.get("hash"):
-            raise ValueError(
-                f"{model.path} has no data of its own: name some with --text or --data"
-            )
-        data = Path(used["folder"])
-    return read_corpus(Corpus.open(data), max_tokens)
-
-
-def describe(found: dict[str, Any]) -> list[str]:
-    """The numbers as lines."""
-    lines = []
-    if "text" in found:
-        text = found["text"]
-        note = "" if text["num_bytes"] is None else f" ({text['num_bytes']:,.0f} bytes)"
-        lines.append(
-            f"{found['model']}: {text['num_tokens']:,} tokens{note} in windows of "
-            f"{text['seq_len']:,}; forward FLOPs {text['flops_of_dense']:.1%} of dense"
-        )
-        for name, rule in text["rules"].items():
-            line = f"  {name:6}  loss {rule['loss']:.4f}  perplexity {rule['perplexity']:,.3f}"
-            if rule["bits_per_byte"] is not None:
-                line += f"  bits per byte {rule['bits_per_byte']:.4f}"
-            if rule["share_routed"] is not None:
-                line += f"  routed {rule['share_routed']:.1%}"
-            lines.append(line)
-    for name, metrics in found.get("tasks", {}).items():
-        note = "  ".join(f"{metric} {value:.4g}" for metric, value in metrics.items())
-        lines.append(f"{name}: {note}")
-    return lines
+        found["selector"] = adapter.selector
+        lines += tell_tasks(found["tasks"])
+    print(json.dumps(found, indent=2) if as_json else "\n".join(lines))

@@ -1,13 +1,14 @@
 """How well a model predicts a text: loss, perplexity and bits per byte, under each rule of routing.
 
 Owns how texts and data folders become streams of tokens, how windows of these become batches, and
-that neither a batch's size nor the length of its rows changes a number. Does not know where a text
-or a tokenizer comes from.
+that neither a batch's size nor the length of its rows changes a number. Does not know what a text
+is for.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from depthmix.config import ModelConfig
 from depthmix.data.shards import Corpus
 from depthmix.eval.trace import Window, cut_windows
 from depthmix.infer.scores import compute_hidden, iterate_logits
-from depthmix.models import begin_document
+from depthmix.models import StoredModel, begin_document
 from depthmix.nn import Transformer
 from depthmix.nn.losses import IGNORE
 from depthmix.nn.transformer import Hidden
@@ -94,6 +95,23 @@ def measure_stream(
         "flops_of_dense": _compare_flops(config, length),
         "rules": rules,
     }
+
+
+def tell_stream(name: object, found: Mapping[str, Any]) -> list[str]:
+    """What `measure_stream` found of the model of that name, as lines."""
+    note = "" if found["num_bytes"] is None else f" ({found['num_bytes']:,.0f} bytes)"
+    lines = [
+        f"{name}: {found['num_tokens']:,} tokens{note} in windows of {found['seq_len']:,}; "
+        f"forward FLOPs {found['flops_of_dense']:.1%} of dense"
+    ]
+    for label, rule in found["rules"].items():
+        line = f"  {label:6}  loss {rule['loss']:.4f}  perplexity {rule['perplexity']:,.3f}"
+        if rule["bits_per_byte"] is not None:
+            line += f"  bits per byte {rule['bits_per_byte']:.4f}"
+        if rule["share_routed"] is not None:
+            line += f"  routed {rule['share_routed']:.1%}"
+        lines.append(line)
+    return lines
 
 
 def pad_rows(
@@ -184,6 +202,26 @@ def read_texts(
         num_bytes += len(text[:end].encode())
         tokens += begin_document(ids, end_token)
     return Stream(tokens, num_bytes, end_token)
+
+
+def read_stored(
+    model: StoredModel,
+    texts: Sequence[str] = (),
+    data: Path | None = None,
+    max_tokens: int | None = None,
+) -> Stream:
+    """The tokens of texts, or of a data folder: without either, of what a run was trained on."""
+    if texts:
+        return read_texts(texts, *model.vocabulary, max_tokens)
+    if data is None:
+        starts = [] if model.run is None else model.run.read_starts()
+        used = starts[-1]["data"] if starts else {}
+        if not used.get("hash"):
+            raise ValueError(
+                f"{model.path} has no data of its own: name some with --text or --data"
+            )
+        data = Path(used["folder"])
+    return read_corpus(Corpus.open(data), max_tokens)
 
 
 def read_corpus(corpus: Corpus, max_tokens: int | None = None, split: str = "val") -> Stream:

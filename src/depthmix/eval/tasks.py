@@ -6,7 +6,7 @@ it is run. Does not know where a model or a tokenizer comes from.
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,13 +49,14 @@ class TaskModel(LM):
         tokenizer: "tokenizers.Tokenizer",
         end_token: int | None,
         *,
-        selector: str | None,
+        selector: str | None = None,
         batch_size: int = 8,
         chat: Chat | None = None,
     ) -> None:
         super().__init__()
         self.model, self.tokenizer, self.end_token = model, tokenizer, end_token
-        self.selector, self.batch_size, self.chat = selector, batch_size, chat
+        self.selector = selector or model.config.choose_selector(None)
+        self.batch_size, self.chat = batch_size, chat
         stops = () if chat is None else chat.stop_tokens
         self.stop_tokens = tuple(t for t in (end_token, *stops) if t is not None)
 
@@ -206,6 +207,15 @@ def run_tasks(
         raise ValueError(f"a template does not fit its data: {error}") from error
     assert results is not None
     return {name: _keep_numbers(values) for name, values in results["results"].items()}
+
+
+def tell_tasks(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Each task's metrics in a line."""
+    notes = {
+        name: "  ".join(f"{metric} {value:.4g}" for metric, value in metrics.items())
+        for name, metrics in found.items()
+    }
+    return [f"{name}: {note}" for name, note in notes.items()]
 
 
 def list_own_tasks() -> dict[str, Path]:
