@@ -1,5 +1,6 @@
 """Two processes train as one does: the same curve, checkpoints for each other, one end for all."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -17,9 +18,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.tensor import DTensor
 
+from depthmix.checkpoint import collect_tensors
 from depthmix.checkpoint.folder import find_damage
 from depthmix.config import RunConfig
+from depthmix.models import open_model
 from depthmix.nn.block import Block
 from depthmix.nn.router import Router
 from depthmix.runs.folder import RunDir
@@ -27,6 +31,7 @@ from depthmix.train import loop
 from depthmix.train.launch import Launch, launch
 from depthmix.train.loop import Trainer
 from depthmix.train.parallel import compile_layers
+from depthmix.train.start import load_start
 from depthmix.train.step import TrainStep
 from hand_corpora import write_folder
 from variants import make_config, make_model, make_tokens
@@ -59,7 +64,7 @@ CURVES: dict[str, tuple[str, dict[str, Any]]] = {
     "muon": ("mod", {"train.optimizer": "muon"}),
     "muon replicas": ("mod", {"train.optimizer": "muon", "train.shard_size": 1}),
 }
-LAUNCHES = (*CURVES, "resumed", "bfloat16", "stopped", "broken")
+LAUNCHES = (*CURVES, "resumed", "started", "bfloat16", "stopped", "broken")
 
 # longer than anything here takes: what is not over by then hangs
 HANGING_SECONDS = 300
@@ -88,6 +93,29 @@ def train(root: Path, name: str, variant: str, **fields: Any) -> tuple[str, int]
 def resume(folder: Path) -> tuple[str, int]:
     outcome, _ = launch(Launch(resume=folder, device="cpu"), Console(quiet=True))
     return outcome.state, outcome.step
+
+
+def start(root: Path, name: str) -> list[str]:
+    """A run from the weights of a dense one; returns what this process's own weights began as."""
+    begun: list[str] = []
+
+    def load(model: Any, *args: Any) -> str:
+        sentence = load_start(model, *args)
+        digest = hashlib.sha256()
+        for _, weight in sorted(collect_tensors(model, [])["model"].items()):
+            # of a replica that is all of it
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            digest.update(local.numpy().tobytes())
+        begun.append(digest.hexdigest())
+        return sentence
+
+    fields = {**RECIPE, "train.steps": 1, "train.shard_size": 1}
+    run = RunConfig.from_overrides(make_config("mod"), fields)
+    source = open_model(root / "one-dense")
+    plan = Launch(run=run, data=root / "data", out=root / name, device="cpu", start=source)
+    with patch.object(loop, "load_start", load):
+        launch(plan, Console(quiet=True))
+    return begun
 
 
 def rewind(run: Path, copy: Path) -> Path:
@@ -176,6 +204,8 @@ def work(rank: int, root: Path, ports: dict[str, int]) -> None:
         with fuse(name == "fused"):
             told[name] = train(root, f"two-{enter(name)}", variant, **fields)
     told["resumed"] = resume(root / enter("resumed"))
+
+    told["started"] = start(root, enter("started"))
 
     seen: set[str] = set()
     enter("bfloat16")
@@ -272,6 +302,15 @@ def test_a_checkpoint_of_one_rank_goes_on_in_two(pair: Pair) -> None:
     starts = RunDir.open(pair.root / "resumed").read_json("provenance.json")["starts"]
     assert [start["device"]["processes"] for start in starts] == [1, 2]
     assert_same_curve(pair.root / "resumed", pair.root / "one-mod")
+
+
+def test_two_ranks_begin_with_the_same_weights_of_another_run(pair: Pair, tmp_path: Path) -> None:
+    for name in ("one-dense", "data"):
+        (tmp_path / name).symlink_to(pair.root / name)
+    alone = start(tmp_path, "started")
+    assert len(alone) == 1
+    # also where routers are new
+    assert [told["started"] for told in pair.told] == [alone] * NUM_RANKS
 
 
 @pytest.mark.parametrize("name", ["mod", "experts", "replicas", "muon"])
