@@ -9,13 +9,12 @@ the project's tools: install it anywhere (`pip install schemathesis`) and name i
 """
 
 import argparse
-import re
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
+
+from served import serve
 
 # What is left out: the schema cannot tell that null is the same as nothing, which parameters go
 # together, and which ids a vocabulary has.
@@ -24,7 +23,6 @@ CHECKS = (
     *("response_headers_conformance", "response_schema_conformance"),
     *("unsupported_method", "allow_header_conformance"),
 )
-READY_SECONDS = 300
 
 
 def read_arguments() -> argparse.Namespace:
@@ -37,49 +35,17 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start_server(models: list[str]) -> tuple[subprocess.Popen[str], str]:
-    """A server that takes requests, and its address."""
-    command = [sys.executable, "-m", "depthmix", "serve", *models, "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    # a server that does not start is no reason to wait for ever
-    timer = threading.Timer(READY_SECONDS, process.kill)
-    timer.start()
-    address = None
-    for line in process.stderr:
-        print(line, end="", file=sys.stderr)
-        found = re.search(r"at (http://\S+)/v1", line)
-        address = address if found is None else found[1]
-        if line.strip() == "depthmix: ready":
-            break
-    timer.cancel()
-    if address is None or process.poll() is not None:
-        raise SystemExit("the server did not start")
-    # what it logs from now on must not fill a pipe that nobody reads
-    threading.Thread(target=sys.stderr.writelines, args=(process.stderr,), daemon=True).start()
-    return process, address
-
-
 def main() -> int:
     arguments = read_arguments()
-    process, address = start_server(arguments.model)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [arguments.st, "run", f"{address}/openapi.json"]
-            command += ["--checks", ",".join(CHECKS), "--phases", "examples,coverage,fuzzing"]
-            command += ["-n", f"{arguments.examples}", "--workers", f"{arguments.workers}"]
-            command += ["--seed", f"{arguments.seed}", "--request-timeout", "120"]
-            # it keeps its own notes in the working folder
-            st = Path(arguments.st)
-            command[0] = str(st.resolve()) if st.exists() else arguments.st
-            code = subprocess.run([*command, "--continue-on-failure"], cwd=folder).returncode
-        is_alive = process.poll() is None
-    finally:
-        process.send_signal(signal.SIGTERM)
-        ended = process.wait(60)
-    state = "up" if is_alive else "down"
-    print(f"schemathesis exited with {code}; the server was {state} then, and exited with {ended}")
-    return code or ended or int(not is_alive)
+    with serve(arguments.model) as (address, _), tempfile.TemporaryDirectory() as folder:
+        command = [arguments.st, "run", f"{address}/openapi.json"]
+        command += ["--checks", ",".join(CHECKS), "--phases", "examples,coverage,fuzzing"]
+        command += ["-n", f"{arguments.examples}", "--workers", f"{arguments.workers}"]
+        command += ["--seed", f"{arguments.seed}", "--request-timeout", "120"]
+        # it keeps its own notes in the working folder
+        st = Path(arguments.st)
+        command[0] = str(st.resolve()) if st.exists() else arguments.st
+        return subprocess.run([*command, "--continue-on-failure"], cwd=folder).returncode
 
 
 if __name__ == "__main__":
