@@ -404,8 +404,8 @@ def test_a_configuration_trains_again(
         ("train --data DATA train.batch_size=10000000000", "of memory and there are"),
         ("train --data DATA width=1000000", "of memory and there are"),
         ("train --data DATA train.wandb=true", "pip install 'depthmix[wandb]'"),
-        ("train --resume none", "there is no run 'none': name a folder that training made"),
-        ("train --resume file", "'file' is a file: name the folder of a run"),
+        ("train --resume none", "there is no run 'none': give a folder made by training"),
+        ("train --resume file", "'file' is a file: give a run's folder"),
         ("train --resume empty", "'empty' is not a run: it has no config.toml"),
         ("train --resume none --steps 5", "there is no run 'none'"),
         ("train --resume none --checkpoint-every 5", "--resume takes the model, its fields"),
@@ -413,12 +413,12 @@ def test_a_configuration_trains_again(
         ("train --resume none --config c", "--resume takes the model, its fields"),
         ("train --config file", "--config file already sets the model: leave out --preset"),
         ("train --resume none --out b", "--resume takes the model, its fields"),
-        ("runs", "there is no run in 'runs': 'depthmix train' makes one"),
+        ("runs", "there is no run in 'runs': make one with 'depthmix train'"),
         ("runs file", "there is no run in 'file'"),
         ("prepare none --out data", "there is no file or folder none"),
         (
             "prepare file --out file",
-            "cannot write file (File exists): it is a file or lies below one, choose",
+            "cannot write file (File exists): it is a file or is below one; choose",
         ),
         ("prepare file", "Missing option '--out'"),
         ("prepare file --out empty/data --workers 0", "--workers 0 must be at least 1"),
@@ -469,7 +469,7 @@ def test_a_run_stands_in_the_way_of_another(
     capsys.readouterr()
     assert main(command) == 2
     assert (
-        "'run' already holds a run: resume it with 'depthmix train --resume run'"
+        "'run' already contains a run: resume it with 'depthmix train --resume run'"
         in capsys.readouterr().err
     )
     assert read_tree(here) == before

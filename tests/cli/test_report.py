@@ -59,7 +59,9 @@ def test_an_empty_folder_is_one_sentence(
         assert main(["report", str(folder)]) == 2
         printed, errors = capsys.readouterr()
         assert printed == ""
-        assert errors == (f"depthmix: there is no run in '{folder}': 'depthmix train' makes one\n")
+        assert errors == (
+            f"depthmix: there is no run in '{folder}': make one with 'depthmix train'\n"
+        )
     assert list(tmp_path.iterdir()) == [], "and nothing is written"
 
 

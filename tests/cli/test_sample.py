@@ -392,7 +392,7 @@ def test_mistakes_end_in_a_sentence(ask: Ask, args: list[str], sentence: str) ->
 def test_what_is_no_run_is_refused(run: Path, tmp_path: Path, ask: Ask) -> None:
     assert "there is no run" in ask(path=tmp_path / "nothing").err
     assert "is not a run, but contains 1" in ask(path=run.parent).err
-    assert "is a part of the run" in ask(path=run / "checkpoints").err
+    assert "is part of the run" in ask(path=run / "checkpoints").err
     empty = shutil.copytree(run, tmp_path / "empty")
     shutil.rmtree(empty / "checkpoints")
     (empty / "checkpoints").mkdir()

@@ -185,7 +185,7 @@ def test_permutations_are_fixed_for_all_time() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch_size": 6, "world_size": 4}, "6 rows cannot be shared by 4 processes"),
+        ({"batch_size": 6, "world_size": 4}, "6 rows cannot be divided among 4 processes"),
         ({"seq_len": 206}, r"'train' has 206 tokens, fewer than one row of 206 \+ 1"),
         ({"seq_len": 0}, "must be at least 1"),
         ({"batch_size": 0}, "must be at least 1"),

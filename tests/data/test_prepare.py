@@ -103,7 +103,7 @@ def test_a_finished_folder_is_left_alone(source: Path, tmp_path: Path) -> None:
     assert prepare(source, out, num_workers=2, progress=reports.append) == first
     assert [report.stage for report in reports] == ["check", "ready"]
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
-    with pytest.raises(ValueError, match=r"was prepared with --val-fraction 0.2 and not 0.5"):
+    with pytest.raises(ValueError, match=r"was prepared with --val-fraction 0.2, not 0.5"):
         prepare(source, out, val_fraction=0.5)
     (source / "new.txt").write_text("more")
     with pytest.raises(ValueError, match=r"holds data that was prepared with other sources"):
@@ -168,7 +168,7 @@ def test_a_stopped_run_does_not_begin_again(
         stop_at(patch, 150)
         with pytest.raises(Stop):
             prepare(source, tmp_path / "out")
-    with pytest.raises(ValueError, match="is half prepared with --seed 0 and not 3"):
+    with pytest.raises(ValueError, match="is half prepared with --seed 0, not 3"):
         prepare(source, tmp_path / "out", seed=3)
     with pytest.raises(ValueError, match="is not finished: run the same"):
         Corpus.open(tmp_path / "out")
@@ -364,7 +364,7 @@ def test_nothing_to_prepare(source: Path, tmp_path: Path) -> None:
 
 def test_a_folder_with_other_files_is_not_touched(source: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="holds other files"):
+    with pytest.raises(ValueError, match="contains other files"):
         prepare(source, tmp_path)
     with pytest.raises(OSError, match=r"cannot write .*thesis\.tex \(File exists\)"):
         prepare(source, tmp_path / "thesis.tex")
@@ -410,7 +410,9 @@ def test_a_write_that_the_system_refuses_is_a_sentence(source: Path, tmp_path: P
     assert limit < (tmp_path / "whole" / "train-00000.bin").stat().st_size
     command = [sys.executable, "-c", LIMITED, str(source), str(tmp_path / "out"), str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert re.match(r"cannot write .*train-00000\.bin \(File too large\): make room", done.stdout)
+    assert re.match(
+        r"cannot write .*train-00000\.bin \(File too large\): free some space", done.stdout
+    )
     assert done.stderr == ""
     prepare(source, tmp_path / "out", val_fraction=0.0)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
@@ -478,9 +480,9 @@ def test_ids_alone_need_no_tokenizer(ids: Unit) -> None:
         (False, True, False, None, 7, "ends documents with id 0"),
         (False, True, True, 257, None, "has 258 ids, more than --vocab-size 257"),
         (False, True, True, None, 258, "--end-token 258 is not one of the 258 ids"),
-        (True, True, False, None, 0, "a.u16 holds ids and other sources hold text"),
-        (True, False, False, None, None, "a.u16 does not say which id ends a document"),
-        (True, False, False, 257, 0, "a.u16 holds the id 257, but the vocabulary has 257 ids"),
+        (True, True, False, None, 0, "a.u16 contains ids and other sources contain text"),
+        (True, False, False, None, None, "a.u16 does not tell which id ends a document"),
+        (True, False, False, 257, 0, "a.u16 contains the id 257, but the vocabulary has 257 ids"),
     ],
 )
 def test_what_does_not_agree(

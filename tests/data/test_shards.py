@@ -251,7 +251,7 @@ def test_changed_content_is_found_by_a_full_check(make_folder: FolderMaker, name
     data[3] ^= 1
     path.write_bytes(data)
     Corpus.open(folder)
-    with pytest.raises(ValueError, match=rf"{name} is not what it was"):
+    with pytest.raises(ValueError, match=rf"{name} has changed"):
         Corpus.open(folder, verify="full")
 
 
@@ -265,7 +265,7 @@ def test_content_is_checked_where_that_takes_no_time(
     path.write_bytes(data)
     size = len(data) + (folder / "val-00000.bin").stat().st_size
     monkeypatch.setattr(shards, "FULL_CHECK_BYTES", size)
-    with pytest.raises(ValueError, match=r"train-00000\.bin is not what it was"):
+    with pytest.raises(ValueError, match=r"train-00000\.bin has changed"):
         Corpus.open(folder, verify="auto")
     monkeypatch.setattr(shards, "FULL_CHECK_BYTES", size - 1)
     Corpus.open(folder, verify="auto")

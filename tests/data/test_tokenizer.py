@@ -90,7 +90,7 @@ def test_loads_a_file_and_a_folder(tmp_path: Path) -> None:
 
 
 def test_says_what_is_wrong_with_a_path(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match=r"there is no tokenizer at .*gone\.json"):
         load_tokenizer(tmp_path / "gone.json")

@@ -136,7 +136,7 @@ def test_refuses_folders_that_are_no_exported_models(exported: Path, tmp_path: P
         import_model(open_model(dense), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     import_model(open_model(exported), tmp_path / "run")
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match="already contains a run"):
         import_model(open_model(exported), tmp_path / "run")
     with pytest.raises(ValueError, match="is no exported folder: 'depthmix train --from'"):
         import_model(open_model(tmp_path / "run"), tmp_path / "again")

@@ -132,7 +132,7 @@ def test_what_is_no_model_is_told_alike(
         for path, told in (
             (tmp_path / "nowhere", "there is no run or model at"),
             (tmp_path / "empty", "is not a model: it has neither"),
-            (tmp_path / "file", "is a file: name the folder of a run"),
+            (tmp_path / "file", "is a file: give a run's folder"),
         ):
             assert main([verb, str(path), *options]) == 2
             err = capsys.readouterr().err

@@ -42,7 +42,7 @@ def test_a_model_is_fetched_and_upcycled(
     assert f"parameters of {dense} (llama)" in printed
     # a folder that is taken is refused before a download
     assert main(["upcycle", "owner/name", "--out", "run"]) == 2
-    assert capsys.readouterr().err.endswith("'run' already holds a run: choose another --out\n")
+    assert capsys.readouterr().err.endswith("'run' already contains a run: choose another --out\n")
     assert len(asked) == 1
 
 

@@ -70,7 +70,7 @@ def test_a_dense_folder(tmp_path: Path) -> None:
         torch.testing.assert_close(opened.network(TOKENS).logits, wanted, rtol=0, atol=1e-4)
     assert opened.vocabulary.end_token == 0
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"holds no tokenizer\.json: name .* with --tokenizer"):
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json: name .* with --tokenizer"):
         _ = open_model(folder).vocabulary
 
 
@@ -149,16 +149,16 @@ def test_what_is_no_model_is_told(run: Path, exported: Path, tmp_path: Path) -> 
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     for path, told in (
-        (tmp_path / "nowhere", "^there is no run or model at .*nowhere': name the folder of a run"),
+        (tmp_path / "nowhere", "^there is no run or model at .*nowhere': give a run's folder"),
         (tmp_path / "emty", "there is no run or model at .*: .* Did you mean 'empty'"),
-        (tmp_path / "file", "is a file: name the folder of a run, of one of its checkpoints"),
+        (tmp_path / "file", "is a file: give a run's folder, of one of its checkpoints"),
         (
             tmp_path / "empty",
             r"is not a model: it has neither a run's config\.toml nor a config\.json",
         ),
         (run.parent, "is not a run, but contains 1: name one"),
-        (run / "checkpoints", "is a part of the run .*: name that folder"),
-        (run / "checkpoints" / "step-00000009", "is a part of the run"),
+        (run / "checkpoints", "is part of the run .*: give that folder instead"),
+        (run / "checkpoints" / "step-00000009", "is part of the run"),
     ):
         with pytest.raises(ValueError, match=told):
             open_model(path)

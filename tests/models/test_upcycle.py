@@ -95,7 +95,7 @@ def test_what_cannot_be_upcycled_is_refused(dense: Path, tmp_path: Path) -> None
         upcycle(open_model(tmp_path / "empty"), tmp_path / "run", ROUTING)
     assert not (tmp_path / "run").exists()
     upcycle(open_model(dense), tmp_path / "run", ROUTING)
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match="already contains a run"):
         upcycle(open_model(dense), tmp_path / "run", ROUTING)
     with pytest.raises(ValueError, match="routes already"):
         upcycle(open_model(tmp_path / "run"), tmp_path / "again", ROUTING)

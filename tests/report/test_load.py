@@ -192,7 +192,7 @@ def test_what_is_not_finished_is_named_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no run in .*: 'depthmix train' makes one"):
+    with pytest.raises(ValueError, match=r"there is no run in .*: make one with 'depthmix train'"):
         load_runs(tmp_path)
 
 

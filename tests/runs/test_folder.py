@@ -54,17 +54,17 @@ def test_an_empty_folder_becomes_a_run(tmp_path: Path) -> None:
 
 
 def test_a_run_is_never_overwritten(run: RunDir) -> None:
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match="already contains a run"):
         RunDir.create(run.path, "other = 1", {"seed": 2})
     assert run.read_config()["model"] == {"width": 64}
     run.append_metrics({"step": 1, "kind": "train"})
     with pytest.raises(
-        ValueError, match=r"already holds a run: .*train --resume .*run', or .*another --out"
+        ValueError, match=r"already contains a run: .*train --resume .*run', or .*another --out"
     ):
         RunDir.create(run.path, "other = 1", {"seed": 2})
     (run.path / "config.toml").unlink()
     # metrics alone are worth keeping too
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match="already contains a run"):
         RunDir.create(run.path, "other = 1", {"seed": 2})
     assert run.read_metrics() == [{"step": 1, "kind": "train"}]
     assert run.read_json("provenance.json") == {"starts": [{"seed": 1}]}
@@ -99,12 +99,12 @@ def test_what_is_no_run_is_told_apart(run: RunDir, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("x")
     for path, told in {
-        run.checkpoints: rf"part of the run '{run.path}': name that folder",
+        run.checkpoints: rf"part of the run '{run.path}': give that folder instead",
         run.path / "config.toml": rf"part of the run '{run.path}'",
         run.checkpoints / "step-5": rf"part of the run '{run.path}'",
         tmp_path / "rnu": r"there is no run .*rnu.*\. Did you mean 'run'\?",
-        tmp_path / "no" / "where": "there is no run .*where': name a folder that training made",
-        tmp_path / "notes.txt": "is a file: name the folder",
+        tmp_path / "no" / "where": "there is no run .*where': give a folder made by training",
+        tmp_path / "notes.txt": "is a file: give a run's folder",
         tmp_path / "empty": "not a run: it has no config.toml",
         tmp_path: rf"not a run, but contains 1: name one, such as '{run.path}'",
     }.items():

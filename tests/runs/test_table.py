@@ -120,7 +120,9 @@ def test_broken_folders_are_listed_with_what_is_wrong(tmp_path: Path) -> None:
 
 def test_a_folder_without_runs_is_told(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(ValueError, match=r"there is no run in .*'depthmix train' makes one"):
+        with pytest.raises(
+            ValueError, match=r"there is no run in .*make one with 'depthmix train'"
+        ):
             list_runs(folder)
 
 

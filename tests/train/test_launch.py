@@ -165,7 +165,8 @@ def test_folders_that_cannot_be_a_new_run(data: Path, tmp_path: Path, stopped: P
     plan = Launch(run=make_run(), data=data)
     refuse(plan._replace(out=tmp_path / "file"), "is a file: choose another --out")
     refuse(
-        plan._replace(out=stopped), "already holds a run: resume it with 'depthmix train --resume"
+        plan._replace(out=stopped),
+        "already contains a run: resume it with 'depthmix train --resume",
     )
     refuse(plan._replace(out=tmp_path / "file" / "run"), "Not a directory", OSError)
     assert read_tree(tmp_path) == before
@@ -328,9 +329,9 @@ def test_data_must_be_what_it_was(data: Path, stopped: Path, tmp_path: Path) -> 
     other = write_data(tmp_path / "other", seed=1)
     refuse(Launch(resume=stopped, data=other), r"other is not what .*stopped was trained on: give")
     flip_byte(mine / "val-00000.bin", 5)
-    refuse(Launch(resume=stopped, data=mine), r"val-00000\.bin is not what it was .*sha256")
+    refuse(Launch(resume=stopped, data=mine), r"val-00000\.bin has changed .*sha256")
     os.truncate(mine / "train-00000.idx", 8)
-    refuse(Launch(resume=stopped, data=mine), r"train-00000\.idx has 8 bytes and not the")
+    refuse(Launch(resume=stopped, data=mine), r"train-00000\.idx has 8 bytes, but the")
     refuse(Launch(resume=stopped, data=tmp_path / "none"), "there is no data folder")
     assert read_tree(stopped) == before
     moved = shutil.copytree(data, tmp_path / "moved")

@@ -422,7 +422,7 @@ def test_a_shard_that_changes_is_noticed_before_a_save(data: Path, tmp_path: Pat
     # touched only, it is still the same
     do_at(trainer, 2, lambda: os.utime(shard))
     do_at(trainer, 5, lambda: flip_byte(shard, 7))
-    with pytest.raises(ValueError, match=r"train-00000\.bin is not what it was"):
+    with pytest.raises(ValueError, match=r"train-00000\.bin has changed"):
         train(trainer)
     trainer.checkpoints.wait()
     assert list(disk.list_checkpoints(tmp_path / "run" / "checkpoints")) == [2, 4]
@@ -442,7 +442,9 @@ def test_what_processes_cannot_share_is_refused(data: Path) -> None:
     adapted = make_schedule(make_run(trainable="lora", optimizer="adamw"))
     with pytest.raises(ValueError, match=r"whole matrices, which 2 processes would share"):
         Trainer(adapted, Corpus.open(data), several)
-    shared = r"6 cannot be shared by 2 processes x train\.num_micro_batches=2: give a multiple of 4"
+    shared = (
+        r"6 cannot be divided among 2 processes x train\.num_micro_batches=2: give a multiple of 4"
+    )
     with pytest.raises(ValueError, match=shared):
         Trainer(
             make_schedule(make_run(batch_size=6, num_micro_batches=2)), Corpus.open(data), several

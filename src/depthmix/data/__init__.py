@@ -1,7 +1,7 @@
 """Text → tokens → shards → batches, without torch.
 
-`prepare` makes a data folder, `Corpus.open` checks and maps it, `Loader` gives its batches. Knows
-nothing of models or of training; `tokenizers` is loaded only where text meets ids.
+`prepare` makes a data folder, `Corpus.open` checks and maps it, `Loader` reads batches from it.
+`tokenizers` is imported only to convert between text and ids.
 """
 
 from depthmix.data.default import prepare_default

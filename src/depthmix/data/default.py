@@ -1,7 +1,6 @@
-"""The corpus that needs no download: `stdlib`, prepared once in the user's cache.
+"""The default corpus, `stdlib`, which needs no download, prepared once in the user's cache.
 
-Owns where the cache is, and that two processes do not disturb each other. Does not know what is in
-the corpus.
+Locates the cache, and lets several processes prepare the corpus at the same time.
 """
 
 import contextlib
@@ -19,30 +18,30 @@ from depthmix.data.prepare import DEFAULT_VOCAB_SIZE, Report, prepare
 from depthmix.data.shards import Corpus
 from depthmix.data.stdlib import find_files
 
-# what a killed process left is removed after this time, when it cannot be in use any more
+# leftovers of a killed process are removed after this time, when they cannot be in use any more
 ABANDONED_SECONDS = 24 * 3600
 
 
 def prepare_default(vocab_size: int = DEFAULT_VOCAB_SIZE, progress: Report | None = None) -> Path:
-    """The folder of the prepared standard library; made on the first call."""
+    """The folder of the prepared standard library, created on the first call."""
     folder = find_cache() / name_default(vocab_size)
     if _is_complete(folder):
         return folder
     with explain_writing(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder)
-        # beside its place, so that a rename is one step
+        # next to its final place, so that the rename is atomic
         private = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         prepare(["stdlib"], private, vocab_size=vocab_size, progress=progress)
         private.chmod(0o755)
         if folder.exists() and not _is_complete(folder):
-            # it was complete when it got its name, so it was damaged since
+            # it was complete when it was renamed, so it has been damaged since
             shutil.rmtree(folder)
         try:
             os.rename(private, folder)
         except OSError:
-            # another process was quicker, and made the same
+            # another process was faster, with the same result
             if not _is_complete(folder):
                 raise
     finally:
@@ -60,7 +59,7 @@ def find_cache() -> Path:
 
 
 def name_default(vocab_size: int) -> str:
-    """Another name for each Python, library and vocabulary, so that an upgrade makes a new one."""
+    """A name that changes with Python, its library or the vocabulary."""
     listed = [[name, num_bytes] for name, _, num_bytes in find_files()]
     digest = hashlib.sha256(json.dumps([VERSION, listed]).encode()).hexdigest()
     return f"stdlib-{platform.python_version()}-{vocab_size}-{digest[:12]}"

@@ -1,8 +1,7 @@
-"""Documents → pieces → ids: which split a document belongs to, and its tokens, on several threads.
+"""Documents → pieces → ids: assign documents to splits and tokenise them on several threads.
 
-Owns the rule of the splits, the cutting of long documents, the places where reading can start
-again, and the parallel work: the tokenizer releases the interpreter's lock, so threads are enough
-and start at once. Does not know how documents are stored, nor where ids go.
+Also cuts long documents, and records places where reading can resume. The tokenizer releases the
+GIL, so threads are enough.
 """
 
 import hashlib
@@ -22,18 +21,18 @@ from depthmix.data.tokenizer import set_parallelism
 if TYPE_CHECKING:
     import tokenizers
 
-# longer texts are cut at a line end: the tokenizer's time grows faster than its text, and one
-# long document then keeps every thread busy
+# longer texts are cut at a newline: tokenising takes superlinear time, and the parts of one long
+# document can use all threads
 PIECE_CHARS = 1 << 20
-# of a text, for a sample to train a tokenizer on
+# length of one excerpt in the sample that a tokenizer is trained on
 STRETCH_CHARS = 1 << 14
 
-# what a thread takes at once
+# work for a thread at a time
 PACKAGE_CHARS = 1 << 19
 
 
 class ReadingPlace(NamedTuple):
-    """Where reading resumes: the number of a unit, and of the next document in it."""
+    """A place to resume reading: the number of a unit, and of the next document in it."""
 
     unit: int
     document: int
@@ -46,18 +45,18 @@ class Piece(NamedTuple):
     split: str
     ends_document: bool
     place: ReadingPlace | None
-    """What follows this piece; None where reading cannot start again there."""
+    """The place after this piece; None if reading cannot resume there."""
     done_bytes: int
-    """Of all units, on disk."""
+    """Bytes read so far, of all units, on disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What is read, and how documents are separated and assigned to splits."""
+    """The units to read, and how documents are separated and assigned to splits."""
 
     units: Sequence[Unit]
     val_units: Sequence[Unit] = ()
-    """All of these are for validation, and then none of `units` is."""
+    """Units for validation; if there are any, all of `units` are for training."""
     text_field: str = "text"
     end_token: int | None = None
     val_fraction: float = 0.02
@@ -69,21 +68,21 @@ class Reading:
         return sum(unit.num_bytes for unit in (*self.units, *self.val_units))
 
     def read_contents(self, units: Iterable[Unit]) -> Iterator[str | np.ndarray]:
-        """The documents of some units that are not empty."""
+        """The documents of some units, without empty ones."""
         for unit in units:
             documents = read_documents(unit, text_field=self.text_field, end_token=self.end_token)
             yield from (document.content for document in documents if len(document.content))
 
     @cached_property
     def num_first(self) -> int:
-        """How many documents there are, counted up to two."""
+        """The number of documents, counted up to two."""
         return sum(1 for _ in islice(self.read_contents(self.units), 2))
 
     def read_pieces(self, start: ReadingPlace) -> Iterator[Piece]:
         """Every document from a place on, cut into pieces."""
         units = [*self.units, *self.val_units]
         before = [0, *accumulate(unit.num_bytes for unit in units)]
-        # a hash may send a whole small corpus to one side; a single document is shared instead
+        # hashing would put a single document into one split; it is divided instead
         alone = not self.val_units and self.num_first == 1
         for number in range(start.unit, len(units)):
             num_read = start.document if number == start.unit else 0
@@ -111,7 +110,7 @@ class Reading:
                     yield from cut_document(content, split, place, done_bytes)
 
     def choose_split(self, content: str | np.ndarray) -> str:
-        """The same document always goes the same way, so a duplicate cannot be in both splits."""
+        """Assign a document by its content, so that duplicates end up in the same split."""
         if self.val_units or not self.val_fraction:
             return "train"
         data = content.encode() if isinstance(content, str) else content.astype("<u4").tobytes()
@@ -125,7 +124,7 @@ class Reading:
             return content, content[:0]
         cut = min(max(1, round(len(content) * (1 - self.val_fraction))), len(content) - 1)
         if isinstance(content, str):
-            # a line end near the cut, else the cut itself
+            # a newline near the cut, else the cut itself
             cut = content.rfind("\n", cut - cut // 100, cut) + 1 or cut
         return content[:cut], content[cut:]
 
@@ -133,7 +132,7 @@ class Reading:
 def cut_document(
     content: str | np.ndarray, split: str, place: ReadingPlace | None, done_bytes: int
 ) -> Iterator[Piece]:
-    """The parts of a document, in order; text is cut after a line end where there is one."""
+    """The parts of a document in order; text is cut after a newline if there is one."""
     start = 0
     while len(content) - start > PIECE_CHARS:
         stop = start + PIECE_CHARS
@@ -145,7 +144,7 @@ def cut_document(
 
 
 def sample_texts(texts: Iterable[str], fraction: float) -> Iterator[str]:
-    """Stretches of texts, evenly spread, that make about `fraction` of them."""
+    """Evenly spread excerpts of texts, about `fraction` of them in total."""
     number = 0
     for text in texts:
         for start in range(0, len(text), STRETCH_CHARS):
@@ -163,7 +162,7 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """A tokenizer set up for preparing; without one, ids pass through."""
+    """A tokenizer set up for preparing; without one, ids are passed through."""
 
     def __init__(
         self,
@@ -177,11 +176,11 @@ class Encoder:
         self.token_bytes = token_bytes
         self.tokenizer = None
         if tokenizer is not None:
-            # a copy: the caller's keeps its settings
+            # a copy, so that the caller's keeps its settings
             self.tokenizer = type(tokenizer).from_str(tokenizer.to_str())
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
-            # a text that speaks of <|endoftext|> must not end its document
+            # a literal <|endoftext|> in a text must not end its document
             self.tokenizer.encode_special_tokens = True
 
     def encode_package(self, package: list[Piece]) -> list[Encoded]:
@@ -204,7 +203,7 @@ class Encoder:
         return encoded
 
     def encode_pieces(self, pieces: Iterable[Piece], num_workers: int) -> Iterator[Encoded]:
-        """Every piece's ids, in the pieces' order, a few packages ahead of the reader."""
+        """Every piece's ids in order, encoded a few packages ahead of the reader."""
         waiting = deque()
         pool = ThreadPoolExecutor(num_workers, thread_name_prefix="encode")
         with set_parallelism(False):
@@ -220,7 +219,7 @@ class Encoder:
 
 
 def pack_pieces(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces into packages of about one size."""
+    """Group pieces into packages of about the same size."""
     package, size = [], 0
     for piece in pieces:
         package.append(piece)

@@ -1,7 +1,6 @@
-"""Rows of a split in a fixed random order: batch number → batch, without other state.
+"""Rows of a split in a fixed random order; the batch number is the only state.
 
-Owns the order of documents and rows, and the cutting of the stream. Knows nothing of torch, of
-devices, or of what was trained before.
+Shuffles documents and rows, and cuts the stream into rows. Does not import torch.
 """
 
 import queue
@@ -17,22 +16,22 @@ from depthmix.data.shards import Split
 
 __all__ = ["Batch", "Loader", "Prefetcher", "prefetch"]
 
-# what must be the same for a position to mean the same batch
+# a position refers to the same batch only if these are unchanged
 KEY = ("seed", "seq_len", "batch_size", "shuffle")
 
 
 class Batch(NamedTuple):
-    """Rows of tokens, what follows each token, and which of the row's documents it is in."""
+    """Rows of tokens, the next token of each, and the document of each within its row."""
 
     tokens: Int64[np.ndarray, "B T"]
     targets: Int64[np.ndarray, "B T"]
     documents: Int32[np.ndarray, "B T"]
-    """From 0, rising along the row. An end token stands at the start of the document after it:
-    every document is then read from an end token on, and so it can be generated."""
+    """From 0, increasing along the row. An end token belongs to the document after it: every
+    document thus begins with an end token, as it does in generation."""
 
 
 class Epoch(NamedTuple):
-    """One pass: the documents' order, where each begins in the stream, the rows' order."""
+    """One epoch: the order of documents, where each begins in the stream, and the order of rows."""
 
     order: Int64[np.ndarray, "documents"]
     starts: Int64[np.ndarray, "documents_plus_1"]
@@ -42,9 +41,9 @@ class Epoch(NamedTuple):
 class Loader:
     """Global batch i is rows i·B to (i+1)·B of the training; a rank takes its part of them.
 
-    An epoch is one stream of all documents in an order of its own, cut into rows of `seq_len`
-    tokens (and the one token more that is the last target); the rows are then mixed again,
-    because those of one long document would make a correlated batch.
+    An epoch concatenates all documents in a new order and cuts this stream into rows of `seq_len`
+    tokens, plus one for the last target. The rows are shuffled again, because rows of one long
+    document would make a correlated batch.
     """
 
     def __init__(
@@ -58,13 +57,13 @@ class Loader:
         world_size: int = 1,
         shuffle: bool = True,
     ) -> None:
-        """`batch_size` counts the rows of all ranks; without `shuffle`, the corpus's own order."""
+        """`batch_size` counts the rows of all ranks; without `shuffle`, keeps the corpus order."""
         if seq_len < 1 or batch_size < 1:
             raise ValueError("seq_len and batch_size must be at least 1")
         if batch_size % world_size:
             raise ValueError(
-                f"a batch of {batch_size} rows cannot be shared by {world_size} processes: make "
-                f"batch_size a multiple of {world_size}"
+                f"a batch of {batch_size} rows cannot be divided among {world_size} processes: "
+                f"make batch_size a multiple of {world_size}"
             )
         if split.num_tokens < seq_len + 1:
             raise ValueError(
@@ -96,7 +95,7 @@ class Loader:
         return batch
 
     def read_rows(self, first: int, num_rows: int) -> Batch:
-        """Rows `first` and following of the whole training; they may lie in several epochs."""
+        """Rows of the whole training from `first` on; they may span several epochs."""
         parts = []
         while num_rows > 0:
             epoch, row = divmod(first, self.num_rows_per_epoch)
@@ -108,11 +107,11 @@ class Loader:
         return Batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what gives it its meaning, as plain data."""
+        """The position and the settings that it depends on, as plain data."""
         return {"position": self.position, **{name: getattr(self, name) for name in KEY}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another loader of the same order stopped."""
+        """Continue where another loader with the same order stopped."""
         for name in KEY:
             if state[name] != getattr(self, name):
                 raise ValueError(
@@ -124,25 +123,25 @@ class Loader:
     def _read_part(self, epoch: int, row: int, num_rows: int) -> Batch:
         order, starts, rows = self._find_epoch(epoch)
         numbers = np.arange(row, row + num_rows) if rows is None else rows[row : row + num_rows]
-        # where each of the rows' T+1 tokens is in the stream
+        # the position in the stream of each of the rows' T+1 tokens
         stream = numbers[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         first = np.searchsorted(starts, stream[:, 0], side="right") - 1
         last = np.searchsorted(starts, stream[:, -1], side="right") - 1
         document = np.empty_like(stream)
         for i in range(num_rows):
-            # one document's number for each of its tokens in this row
+            # the document number of each token in this row
             begins = starts[first[i] : last[i] + 2].clip(stream[i, 0], stream[i, -1] + 1)
             document[i] = np.repeat(np.arange(first[i], last[i] + 1), np.diff(begins))
         inside = stream - starts[document]
         ids = self.split.gather(self.split.document_starts[order[document]] + inside)
-        # a token is where the next one is: the end token of one document opens the other
+        # a token belongs to the document of the next one: an end token opens the document after it
         documents = (document[:, 1:] - document[:, 1:2]).astype(np.int32)
         tokens, targets = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
         return Batch(tokens, targets, documents)
 
     def _find_epoch(self, number: int) -> Epoch:
         if number not in self._epochs:
-            # a batch may need the next epoch too, but no third one
+            # a batch may need the next epoch too, but never a third one
             for old in [old for old in self._epochs if old < number - 1 or old > number]:
                 del self._epochs[old]
             self._epochs[number] = self._order_epoch(number)
@@ -160,26 +159,26 @@ class Loader:
 
 def permute(count: int, key: tuple[int, ...]) -> Int64[np.ndarray, "count"]:
     """A permutation that depends on the key alone."""
-    # raw bits and a stable sort: numpy keeps these the same in all its versions, and not shuffles
+    # raw bits and a stable sort: numpy guarantees these across versions, unlike its shuffles
     bits = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(bits, kind="stable")
 
 
 class Prefetcher:
-    """A loader whose next batches are assembled by a thread; its position is what was handed out.
+    """Assembles a loader's next batches in a thread; its position is that of the last one returned.
 
     Close it, or use it in a `with` block.
     """
 
     def __init__(self, loader: Loader, depth: int = 2) -> None:
-        """`depth` is how many batches may wait, beside the one that is being assembled."""
+        """`depth` is how many batches may wait, besides the one being assembled."""
         assert depth > 0
         self.loader, self.depth = loader, depth
         self.position = loader.position
         self._start()
 
     def next(self) -> Batch:
-        """The next batch, as the loader itself would give it; its errors are raised here."""
+        """The loader's next batch; its errors are raised here."""
         if self._end is None:
             found = self._ready.get()
             if isinstance(found, Batch):
@@ -189,11 +188,11 @@ class Prefetcher:
         raise self._end
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the last batch handed out."""
+        """The state after the last batch that was returned."""
         return {**self.loader.state_dict(), "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at another position."""
+        """Continue at another position."""
         self.close()
         self.loader.load_state_dict(state)
         self.position = self.loader.position
@@ -202,7 +201,7 @@ class Prefetcher:
     def close(self) -> None:
         """Stop the thread; the loader is then at this position."""
         self._stopped = True
-        # it may be waiting for room, and looks whether to stop before it puts another
+        # the thread may be waiting for room; it checks whether to stop before the next put
         self._discard()
         self._thread.join()
         self._discard()
@@ -216,11 +215,11 @@ class Prefetcher:
         self.close()
 
     def _start(self) -> None:
-        # batches in order, then what ended them
+        # batches in order, then the exception that ended them
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(self.depth)
         self._end: BaseException | None = None
         self._stopped = False
-        # a daemon: a program that forgets to close it can still end
+        # a daemon, so that a program that forgets to close it still exits
         self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
         self._thread.start()
 

@@ -1,7 +1,7 @@
-"""What a data folder says of itself: `manifest.json` when complete, `unfinished.json` before.
+"""The description of a data folder: `manifest.json` if complete, `unfinished.json` before that.
 
-Owns the names and the version of the format, the comparison of what is asked now with what was
-asked then, and the sentence for a file that cannot be written. Does not open shards.
+Defines the format and its version, compares a new request with the earlier one, and words the error
+for a file that cannot be written.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from depthmix.files import PART, hash_file, parse_json, replace_file
 FORMAT = "depthmix-data"
 VERSION = 1
 MANIFEST_FILE = "manifest.json"
-# the request and the progress of a folder that is being prepared
+# the request and the progress of a folder being prepared
 UNFINISHED_FILE = "unfinished.json"
 SPLITS = ("train", "val")
 
@@ -44,7 +44,7 @@ class SplitSummary:
     num_tokens: int
     num_documents: int
     num_bytes: int | None
-    """UTF-8 bytes of its text; None if unknown."""
+    """UTF-8 bytes of the text; None if unknown."""
     shards: tuple[Shard, ...]
 
 
@@ -56,15 +56,15 @@ class Manifest:
     vocab_size: int
     end_token: int
     tokenizer: str | None
-    """Name of the tokenizer's file in the folder; None where the ids came ready-made."""
+    """Name of the tokenizer's file in the folder; None if the sources were ids without one."""
     sources: tuple[str, ...]
     num_skipped_files: int
-    """Files in the sources' folders that are not text."""
+    """Number of files in the sources' folders that are not text."""
     request: Mapping[str, Any]
-    """What was asked for, so that the same command is recognised."""
+    """The request, to recognise the same command."""
     splits: Mapping[str, SplitSummary]
     tokenizer_sha256: str | None = None
-    """Of the tokenizer's file; None in folders that an earlier release prepared."""
+    """Sha256 of the tokenizer's file; None in folders prepared by an earlier release."""
 
     def to_json(self) -> str:
         """The text of `manifest.json`."""
@@ -72,7 +72,7 @@ class Manifest:
 
     @property
     def hash(self) -> str:
-        """Sha256 over everything here, and so over every shard and the tokenizer."""
+        """Sha256 of this manifest, which covers every shard and the tokenizer by their hashes."""
         text = json.dumps(
             self._to_tree(), sort_keys=True, separators=(",", ":"), ensure_ascii=False
         )
@@ -80,27 +80,27 @@ class Manifest:
 
     def _to_tree(self) -> dict[str, Any]:
         tree = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
-        # without it the hash of an older folder stays what its runs have noted
+        # left out, so that the hash of an older folder stays the one that its runs recorded
         return {n: v for n, v in tree.items() if n != "tokenizer_sha256" or v is not None}
 
     def check_tokenizer(self, folder: Path) -> None:
-        """Refuse a folder whose tokenizer is missing, or is not the one that made its ids."""
+        """Refuse a folder whose tokenizer is missing or did not make its ids."""
         if self.tokenizer is None:
             return
         path = folder / self.tokenizer
         if not path.is_file():
             raise ValueError(f"{path} is missing: prepare the folder again")
-        # where a tokenizer was given, the request has its hash in every release
+        # if a tokenizer was given, every release has recorded its hash in the request
         wanted = self.tokenizer_sha256 or self.request.get("tokenizer")
         if wanted is not None and hash_file(path) != wanted:
             raise ValueError(
                 f"{path} is not the tokenizer that made the ids in this folder (its sha256 differs "
-                f"from the manifest's): put that one back, or prepare the folder again"
+                f"from the manifest's): restore that one, or prepare the folder again"
             )
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a complete folder; anything else is refused with what to do."""
+    """The manifest of a complete folder; the error for any other says what to do."""
     path = folder / MANIFEST_FILE
     if not path.is_file():
         if not folder.exists():
@@ -110,7 +110,7 @@ def read_manifest(folder: Path) -> Manifest:
         if (folder / UNFINISHED_FILE).is_file():
             raise ValueError(
                 f"the data folder {folder} is not finished: run the same `depthmix prepare` "
-                f"command again, it resumes where it stopped"
+                f"command again to resume"
             )
         raise ValueError(
             f"{folder} is not a data folder (it has no {MANIFEST_FILE}): make one with "
@@ -127,11 +127,11 @@ def parse_manifest(tree: Any, path: Path) -> Manifest:
     """Plain data → a manifest; `path` is where it came from."""
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
         raise ValueError(
-            f"{path} is not of depthmix: choose a folder that `depthmix prepare` has made"
+            f"{path} was not written by depthmix: choose a folder made by `depthmix prepare`"
         )
     if tree.get("version") != VERSION:
         raise ValueError(
-            f"{path} has version {tree.get('version')}, and this depthmix reads version {VERSION}: "
+            f"{path} has version {tree.get('version')}, but this depthmix reads version {VERSION}: "
             f"use the depthmix that made it, or prepare the folder again"
         )
     try:
@@ -139,7 +139,7 @@ def parse_manifest(tree: Any, path: Path) -> Manifest:
         names = [name for s in splits.values() for x in s.shards for name in (x.file, x.index)]
         tokenizer = tree["tokenizer"]
         names += [tokenizer] if tokenizer is not None else []
-        # a manifest may come from anywhere, and must not lead out of its folder
+        # a manifest is untrusted and must not refer to files outside of its folder
         if any(Path(name).name != name for name in names):
             raise ValueError("it names a file outside its folder")
         if tree["dtype"] not in ("uint16", "uint32"):
@@ -162,7 +162,7 @@ def parse_manifest(tree: Any, path: Path) -> Manifest:
 
 def _parse_hash(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise ValueError("tokenizer_sha256 is not text")
+        raise ValueError("tokenizer_sha256 is not a string")
     return value
 
 
@@ -183,45 +183,44 @@ def _parse_split(tree: Mapping[str, Any]) -> SplitSummary:
 
 @contextmanager
 def explain_writing(path: Path) -> Iterator[None]:
-    """Turn the system's refusal to write into a sentence that names the file."""
+    """Turn a write error of the system into a sentence that names the file."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            remedy = "make room or choose another folder"
+            remedy = "free some space or choose another folder"
         elif error.errno in (errno.EEXIST, errno.ENOTDIR):
             raise OSError(
-                f"cannot write {path} ({reason}): it is a file or lies below one, choose another "
+                f"cannot write {path} ({reason}): it is a file or is below one; choose another "
                 f"folder"
             ) from error
         else:
             remedy = "fix that or choose another folder"
         raise OSError(
-            f"cannot write {path} ({reason}): {remedy}, and run the same command again; it resumes "
-            f"where it stopped"
+            f"cannot write {path} ({reason}): {remedy}, then run the same command again to resume"
         ) from error
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Replace a file of the folder by new content, in one step."""
+    """Replace a file of the folder atomically."""
     with explain_writing(path):
         replace_file(path, content)
 
 
 def find_finished(folder: Path, request: dict[str, Any]) -> Manifest | None:
-    """The manifest where the same request was completed; None where there is work to do."""
+    """The manifest if the same request was completed; None if there is work to do."""
     if not (folder / MANIFEST_FILE).exists():
         return None
     manifest = read_manifest(folder)
     _compare(folder, "holds data that was", dict(manifest.request), request)
-    # a process may die between its last two steps
+    # a process may be killed between its last two steps
     forget_unfinished(folder)
     return manifest
 
 
 def claim_folder(folder: Path, request: dict[str, Any]) -> dict[str, Any] | None:
-    """Make a folder this request's own; what an earlier run of the same request had recorded."""
+    """Claim a folder for a request; returns the progress of an earlier run of the same request."""
     path = folder / UNFINISHED_FILE
     if path.exists():
         try:
@@ -231,24 +230,24 @@ def claim_folder(folder: Path, request: dict[str, Any]) -> dict[str, Any] | None
             raise ValueError(f"{path} is damaged: remove {folder} and start again") from error
         if format != [FORMAT, VERSION]:
             raise ValueError(
-                f"{path} is of another version of depthmix: remove {folder} and start again"
+                f"{path} is from another version of depthmix: remove {folder} and start again"
             )
         _compare(folder, "is half", before, request)
         return state
     if any(entry.name != UNFINISHED_FILE + PART for entry in folder.iterdir()):
-        raise ValueError(f"the folder {folder} holds other files: choose a new or an empty one")
+        raise ValueError(f"the folder {folder} contains other files: choose a new or an empty one")
     write_unfinished(folder, request, None)
     return None
 
 
 def write_unfinished(folder: Path, request: dict[str, Any], state: dict[str, Any] | None) -> None:
-    """Record how far the work is."""
+    """Record the progress."""
     tree = {"format": [FORMAT, VERSION], "request": request, "state": state}
     write_file(folder / UNFINISHED_FILE, json.dumps(tree).encode())
 
 
 def forget_unfinished(folder: Path) -> None:
-    """Remove the record of a work that is done."""
+    """Remove the record of progress."""
     for name in (UNFINISHED_FILE, UNFINISHED_FILE + PART):
         (folder / name).unlink(missing_ok=True)
 
@@ -261,7 +260,7 @@ def _compare(folder: Path, verb: str, before: dict[str, Any], now: dict[str, Any
     details = [
         f"other {name.replace('_', ' ')}"
         if name in hashed
-        else f"--{name.replace('_', '-')} {before.get(name)} and not {now.get(name)}"
+        else f"--{name.replace('_', '-')} {before.get(name)}, not {now.get(name)}"
         for name in changed
     ]
     raise ValueError(

@@ -1,8 +1,8 @@
-"""Sources → a data folder: tokenised shards, their indices, a manifest.
+"""Sources → a data folder: tokenised shards, their indices, and a manifest.
 
-Owns the order of the work, the agreement of tokenizer, vocabulary size, end token and ready-made
-ids, what a second command on the same folder may do, and the reports of progress. Formats, splits,
-encoding and files are the business of the modules it calls.
+Coordinates the work: checks that tokenizer, vocabulary size, end token and given ids agree, resumes
+an unfinished folder, and reports progress. Formats, splits, encoding and files are in the modules
+that it calls.
 """
 
 import hashlib
@@ -52,20 +52,20 @@ SHARD_TOKENS = 1 << 27
 RECORD_SECONDS = 10.0
 REPORT_SECONDS = 0.1
 
-# a tokenizer sees this much text at least, and this much for each id that it may have
+# a tokenizer is trained on at least this much text, and on this much per id
 SAMPLE_BYTES = 1 << 23
 SAMPLE_BYTES_PER_ID = 1 << 11
-# the most that is read to find the sample
+# at most this much is read to find the sample
 READ_BYTES = 1 << 30
 
 
 class Progress(NamedTuple):
-    """One report: the stage, and what is done of it."""
+    """One report: the stage and its progress."""
 
     stage: Stage
-    """check (sources), tokenizer (training), encode, ready (it was there already)."""
+    """check (sources), tokenizer (training), encode, or ready (it already existed)."""
     done_bytes: int = 0
-    """Of the sources, on disk."""
+    """Bytes of the sources, on disk."""
     total_bytes: int = 0
     """0 if unknown."""
     num_tokens: int = 0
@@ -84,14 +84,14 @@ LABELS = {
 
 @contextmanager
 def show_progress(console: "rich.console.Console") -> Iterator[Report]:
-    """A bar with an estimate of the time left; gives the function to report to."""
+    """A progress bar with the remaining time; yields the function to report to."""
     with show_bar(console) as bar:
 
         def report(progress: Progress) -> None:
             done, total = progress.done_bytes, progress.total_bytes
             words = []
             if progress.stage == "encode":
-                # some sources do not say how much there is to read
+                # the size of some sources is unknown
                 words += [f"{done / 1e6:.1f} of {total / 1e6:.1f} MB"] if total else []
                 words += [f"{format_number(progress.num_tokens)} tokens"]
             bar.update(
@@ -102,7 +102,7 @@ def show_progress(console: "rich.console.Console") -> Iterator[Report]:
 
 
 class TokenizerFile(NamedTuple):
-    """A tokenizer and its file's content (None: ids come ready-made), its size and end token."""
+    """A tokenizer and its file's content (None if the sources are ids), its size and end token."""
 
     tokenizer: "tokenizers.Tokenizer | None"
     content: bytes | None
@@ -131,11 +131,11 @@ def prepare(
     seed: int = 0,
     progress: Report | None = None,
 ) -> Manifest:
-    """Tokenise `sources` into the folder `out`; resumes where an earlier, killed call stopped.
+    """Tokenise `sources` into the folder `out`; resumes where an earlier call was interrupted.
 
-    Without a `tokenizer` (a path or a hub name), one of `vocab_size` ids is trained. A document's
-    content decides whether it is for validation, unless `val_sources` are given. The result does
-    not depend on `num_workers` (None: every processor).
+    Without a `tokenizer` (a path or a hub name), one with `vocab_size` ids is trained. Documents
+    for validation are chosen by their content, unless `val_sources` are given. The result does not
+    depend on `num_workers` (default: one per processor).
     """
     report: Report = progress or (lambda _: None)
     _check_options(sources, val_fraction, shard_tokens, num_workers)
@@ -207,7 +207,7 @@ def prepare(
 
 
 class _Work:
-    """The writers of both splits, with what is needed to resume after a kill."""
+    """The writers of both splits, which record what is needed to resume after a kill."""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class _Work:
 
     def finish(self, sources: Sequence[str], num_skipped_files: int) -> Manifest:
         train, val = (self.writers[split] for split in SPLITS)
-        # the hash may send every document of a small corpus the same way
+        # hashing may put every document of a small corpus into the same split
         if self.reading.val_fraction and not self.reading.val_units:
             for giver, taker in ((train, val), (val, train)):
                 if taker.num_documents == 0 and giver.num_documents > 1:
@@ -320,7 +320,7 @@ def load_vocabulary(
     vocab_size: int | None,
     end_token: int | None,
 ) -> TokenizerFile | None:
-    """What is known before anything is trained; None where a tokenizer is to be trained.
+    """The given vocabulary; None if a tokenizer is to be trained.
 
     `tokenizer`, `vocab_size` and `end_token` are the user's; `units` must agree with them.
     """
@@ -331,20 +331,20 @@ def load_vocabulary(
         loaded = load_tokenizer(tokenizer)
         path = Path(tokenizer).expanduser()
         path = path / TOKENIZER_FILE if path.is_dir() else path
-        # as it is, so that what it does not show here is kept too
+        # the file as it is, to keep settings that are not read here
         content = path.read_bytes() if path.is_file() else loaded.to_str(pretty=True).encode()
         size = count_ids(loaded)
         if vocab_size is not None and vocab_size < size:
             raise ValueError(
-                f"the tokenizer has {size} ids, more than --vocab-size {vocab_size}: leave the "
-                f"option out, or make it larger"
+                f"the tokenizer has {size} ids, more than --vocab-size {vocab_size}: leave out "
+                f"--vocab-size, or raise it"
             )
         size = vocab_size or size
         end_token = find_end_token(loaded) if end_token is None else end_token
     elif largest is None:
         if end_token not in (None, 0):
             raise ValueError(
-                "a tokenizer that is trained here ends documents with id 0: leave --end-token out, "
+                "a new tokenizer ends documents with id 0: leave out --end-token, "
                 "or give a --tokenizer"
             )
         if vocab_size is not None:
@@ -353,19 +353,19 @@ def load_vocabulary(
     else:
         if len(ready) < len(units):
             raise ValueError(
-                f"{largest.name} holds ids and other sources hold text: give the tokenizer that "
-                f"made the ids with --tokenizer"
+                f"{largest.name} contains ids and other sources contain text: give the tokenizer "
+                f"that made the ids with --tokenizer"
             )
         if end_token is None:
             raise ValueError(
-                f"{largest.name} does not say which id ends a document: add --end-token, or "
+                f"{largest.name} does not tell which id ends a document: add --end-token, or "
                 f"--tokenizer with the tokenizer that made it"
             )
         size = vocab_size or max(largest.largest_id, end_token) + 1
     if largest is not None and largest.largest_id >= size:
         raise ValueError(
-            f"{largest.name} holds the id {largest.largest_id}, but the vocabulary has {size} ids: "
-            f"give the tokenizer that made it, and check the ids' size (--token-dtype)"
+            f"{largest.name} contains the id {largest.largest_id}, but the vocabulary has {size} "
+            f"ids: give the tokenizer that made it, and check the ids' size (--token-dtype)"
         )
     if not 0 <= end_token < size:
         raise ValueError(f"--end-token {end_token} is not one of the {size} ids")
@@ -373,10 +373,10 @@ def load_vocabulary(
 
 
 def train_vocabulary(reading: Reading, vocab_size: int, num_workers: int) -> TokenizerFile:
-    """Train a tokenizer on a sample of what is read, spread over all of it."""
+    """Train a tokenizer on a sample spread over all of the text."""
     budget = max(SAMPLE_BYTES, SAMPLE_BYTES_PER_ID * vocab_size)
-    # the library's threads are worth their start on a large sample only, and a process that has
-    # used them warns when it forks
+    # the library's threads pay off only for a large sample, and a process that has used them warns
+    # when it forks
     parallel = num_workers > 1 and budget > SAMPLE_BYTES
     tokenizer = train_tokenizer(_sample(reading, budget), vocab_size, parallel=parallel)
     content = tokenizer.to_str(pretty=True).encode()

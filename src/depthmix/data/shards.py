@@ -1,8 +1,8 @@
-"""Shards: the ids of a split on disk, written document by document, and mapped to be read.
+"""Shards: the ids of a split on disk, written document by document and memory-mapped for reading.
 
-Owns a shard's two files, `train-00000.bin` (ids) and `train-00000.idx` (where documents begin):
-that a writer killed at any time can resume, and that a folder is opened only if every file is there
-and whole. Knows nothing of batches, nor of what is in the documents.
+A shard has two files, `train-00000.bin` (ids) and `train-00000.idx` (where documents begin). A
+writer that is killed at any time can resume, and a folder is opened only if all its files are
+complete.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ INDEX_DTYPE = np.dtype("<u8")
 
 
 class ShardWriter:
-    """Appends documents; `record` gives what a later writer needs to resume there."""
+    """Appends documents; `record` returns the state that a later writer needs to resume."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ShardWriter:
         shard_tokens: int,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """With a `state` that `record` gave, resumes after it and drops what came later."""
+        """With a `state` from `record`, resume there and drop everything later."""
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.end = np.array([end_token], dtype=self.dtype).tobytes()
@@ -59,7 +59,7 @@ class ShardWriter:
         self.part_documents: int = state.get("part_documents", 0)
         self.num_bytes: int | None = state.get("num_bytes", 0)
         self.last_bytes: int | None = state.get("last_bytes", 0)
-        # of the document that is being written
+        # the document being written
         self.open_tokens: int = 0
         self.open_bytes: int | None = 0
         self._recover()
@@ -76,9 +76,9 @@ class ShardWriter:
         return sum(s.num_documents for s in self.shards) + self.part_documents
 
     def append(self, ids: np.ndarray, num_bytes: int | None) -> None:
-        """Add a piece to the document that is being written."""
+        """Add a piece to the document being written."""
         assert ids.dtype == self.dtype
-        # before a document and not after one, so that the last document is never in a closed shard
+        # before a document, not after one, so that the last document is never in a closed shard
         if self.part_tokens >= self.shard_tokens:
             self._close_shard()
             self._open()
@@ -88,7 +88,7 @@ class ShardWriter:
         self.open_bytes = add_bytes(self.open_bytes, num_bytes)
 
     def end_document(self) -> None:
-        """Complete the document that is being written."""
+        """Complete the document being written."""
         self.part_tokens += self.open_tokens + 1
         self.part_documents += 1
         with explain_writing(self.bin_path):
@@ -99,7 +99,7 @@ class ShardWriter:
         self.open_tokens, self.open_bytes = 0, 0
 
     def take_last(self) -> tuple[np.ndarray, int | None]:
-        """Remove the last document and give it back, without its end token; only once."""
+        """Remove and return the last document, without its end token; works only once."""
         assert self.part_documents > 0
         assert self.open_tokens == 0
         with explain_writing(self.bin_path):
@@ -117,7 +117,7 @@ class ShardWriter:
         return ids, num_bytes
 
     def record(self) -> dict[str, Any]:
-        """Put everything on the disk; plain data that says what is there."""
+        """Flush everything to disk; returns what is there as plain data."""
         assert self.open_tokens == 0
         with explain_writing(self.bin_path):
             sync_file(self.bin)
@@ -146,31 +146,31 @@ class ShardWriter:
         )
 
     def close(self) -> None:
-        """Let go of the files."""
-        # what a full disk did not take was never recorded, and its sentence is on its way
+        """Close the files."""
+        # on a full disk, unwritten data was never recorded, and its error is already being raised
         with suppress(OSError):
             self._files.close()
 
     @property
     def bin_path(self) -> Path:
-        """Where the present shard's ids will be."""
+        """Path of the current shard's ids."""
         return self.folder / f"{self.split}-{len(self.shards):05d}.bin"
 
     @property
     def idx_path(self) -> Path:
-        """Where the present shard's index will be."""
+        """Path of the current shard's index."""
         return self.bin_path.with_suffix(".idx")
 
     def _part_paths(self) -> list[Path]:
         return [path.with_name(path.name + PART) for path in (self.bin_path, self.idx_path)]
 
     def _part_sizes(self) -> list[int]:
-        """Bytes of the present shard's two files, up to the last complete document."""
+        """Bytes of the current shard's two files, up to the last complete document."""
         ids, entries = self.part_tokens, self.part_documents + 1
         return [ids * self.dtype.itemsize, entries * INDEX_DTYPE.itemsize]
 
     def _recover(self) -> None:
-        """Undo what happened after the state: later shards, and the end of the present one."""
+        """Undo everything after the state: later shards, and the end of the current one."""
         kept = {name for shard in self.shards for name in (shard.file, shard.index)}
         if self.part_documents:
             paths = (self.bin_path, self.idx_path)
@@ -198,7 +198,7 @@ class ShardWriter:
         self._truncate()
 
     def _truncate(self) -> None:
-        """Cut the files to the complete documents, and continue at their end."""
+        """Truncate the files to complete documents, and continue at their end."""
         for file, size in zip((self.bin, self.idx), self._part_sizes(), strict=True):
             with explain_writing(Path(file.name)):
                 file.flush()
@@ -228,12 +228,12 @@ class ShardWriter:
 
 
 def add_bytes(total: int | None, part: int | None) -> int | None:
-    """A sum of bytes, unknown as soon as one part is."""
+    """A sum of bytes; None if any part is unknown."""
     return None if total is None or part is None else total + part
 
 
 def _open_part(path: Path) -> BinaryIO:
-    # unlike "a+b", this mode may truncate; unlike "w+b", it keeps what is there
+    # unlike "a+b", this mode can truncate; unlike "w+b", it keeps the content
     path.touch()
     return open(path, "r+b", buffering=1 << 20)
 
@@ -243,10 +243,10 @@ FULL_CHECK_BYTES = 2**30
 
 
 class Split:
-    """The documents of one split, numbered through all of its shards."""
+    """The documents of one split, numbered across its shards."""
 
     def __init__(self, folder: Path, name: str, summary: SplitSummary, dtype: str) -> None:
-        """Maps the shards; nothing is read yet."""
+        """Map the shards, without reading them."""
         self.name = name
         self.num_tokens = summary.num_tokens
         self.num_documents = summary.num_documents
@@ -257,7 +257,7 @@ class Split:
         self._shards = [np.frombuffer(mapped, dtype=self._dtype) for mapped in self._maps]
         self._indices = [folder / shard.index for shard in summary.shards]
         counts = [shard.num_tokens for shard in summary.shards]
-        # number of the first token of each shard, and the number of all tokens
+        # number of each shard's first token, and the total number of tokens
         self._shard_starts = np.cumsum([0, *counts], dtype=np.int64)
 
     @cached_property
@@ -274,12 +274,12 @@ class Split:
 
     @cached_property
     def document_lengths(self) -> Int64[np.ndarray, "documents"]:
-        """Tokens of each document, its end token included."""
+        """Tokens of each document, including its end token."""
         return np.diff(self.document_starts)
 
     @property
     def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of text for each token, end tokens counted; None if unknown."""
+        """UTF-8 bytes of text per token, counting end tokens; None if unknown."""
         return self.num_bytes / self.num_tokens if self.num_bytes and self.num_tokens else None
 
     def read(self, document_number: int, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -296,7 +296,7 @@ class Split:
         return self._find_shard(shard)[offset + start : offset + stop]
 
     def gather(self, numbers: Int64[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
-        """The ids at some token numbers of the split, as int64."""
+        """The ids at the given token numbers of the split, as int64."""
         if len(self._shards) == 1:
             return self._find_shard(0)[numbers].astype(np.int64)
         ids = np.empty(numbers.shape, dtype=np.int64)
@@ -307,7 +307,7 @@ class Split:
         return ids
 
     def _find_shard(self, number: int) -> np.ndarray:
-        # reading beyond the end of a file that was cut would kill the process without a word
+        # reading a map beyond the end of a truncated file would kill the process
         if self._maps[number].size() < self._shards[number].nbytes:
             raise ValueError(
                 f"{self._files[number]} was cut short while it was in use: copy it again, or "
@@ -317,7 +317,7 @@ class Split:
 
 
 class Corpus:
-    """A data folder whose files were found complete."""
+    """A data folder whose files have been checked."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         """Use `Corpus.open`, which checks the folder."""
@@ -329,9 +329,9 @@ class Corpus:
 
     @staticmethod
     def open(folder: str | Path, *, verify: Literal["size", "full", "auto"] = "size") -> "Corpus":
-        """Open a folder after a check of every file's size, or, with "full", of its content.
+        """Open a folder after checking every file's size or, with "full", its content.
 
-        "auto" checks the content of up to `FULL_CHECK_BYTES`, and the sizes of more.
+        "auto" checks the content of up to `FULL_CHECK_BYTES`, and otherwise only the sizes.
         """
         folder = Path(folder).expanduser()
         manifest = read_manifest(folder)
@@ -355,11 +355,11 @@ class Corpus:
         return Corpus(folder, manifest)
 
     def check_unchanged(self) -> None:
-        """Refuse shards that are no longer what was opened; quick if they were not touched."""
+        """Refuse shards that have changed since they were opened; fast if they were not touched."""
         for path, size, sha256 in self._list_shards():
             found = _stamp(path)
             if found != self._stamps[path]:
-                # touched, or copied again, it may still be the same
+                # a file that was touched or copied again may still be the same
                 _check_file(path, size, sha256)
                 self._stamps[path] = found
 
@@ -386,13 +386,13 @@ class Corpus:
         return load_tokenizer(self.folder / self.manifest.tokenizer)
 
     def copy_tokenizer(self, folder: Path) -> None:
-        """Put the tokenizer's file beside what is made from the ids; one that is there stays."""
+        """Copy the tokenizer's file to another folder, unless it already has one."""
         copy, name = folder / TOKENIZER_FILE, self.manifest.tokenizer
         if name is not None and not copy.exists():
             replace_file(copy, (self.folder / name).read_bytes())
 
     def describe_origin(self) -> dict[str, Any]:
-        """What a run notes of its data, to find it again and to know it."""
+        """What a run records about its data, to find and recognise it later."""
         name = self.manifest.tokenizer
         return {
             "folder": str(self.folder.resolve()),
@@ -403,7 +403,7 @@ class Corpus:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Of the training split."""
+        """Tokens of the training split."""
         train = self.manifest.splits["train"]
         return train.num_bytes / train.num_tokens if train.num_bytes and train.num_tokens else None
 
@@ -414,7 +414,7 @@ def _map_file(path: Path) -> mmap.mmap:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What changes when a file does; None where it is gone."""
+    """Size and times, which change when a file does; None if it is gone."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -428,11 +428,11 @@ def _check_file(path: Path, size: int, sha256: str | None) -> None:
     found = path.stat().st_size
     if found != size:
         raise ValueError(
-            f"{path} has {found} bytes and not the {size} of its manifest: copy it again, or "
+            f"{path} has {found} bytes, but the manifest says {size}: copy it again, or "
             f"prepare the folder again"
         )
     if sha256 is not None and hash_file(path) != sha256:
         raise ValueError(
-            f"{path} is not what it was (its sha256 differs from the manifest's): copy it again, "
+            f"{path} has changed (its sha256 differs from the manifest's): copy it again, "
             f"or prepare the folder again"
         )

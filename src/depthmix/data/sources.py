@@ -1,8 +1,8 @@
-"""Sources: what a command line names → units that are checked before any work → their documents.
+"""Sources: expand a source into units, check them, and read their documents.
 
-Owns what a source can be (a file, a folder, `hf:owner/name`, `stdlib`) and the formats: text, JSON
-lines, Parquet, token files, compression, Hugging Face datasets. Documents are read in order and in
-little memory. Knows nothing of splits, nor of what becomes of the documents.
+A source is a file, a folder, `hf:owner/name` or `stdlib`; formats are text, JSON lines, Parquet,
+token files, compressed files and Hugging Face datasets. All units are checked before any work
+begins. Documents are streamed in order, in little memory.
 """
 
 import codecs
@@ -36,12 +36,12 @@ TOKEN_SUFFIXES = {".u16": "uint16", ".u32": "uint32", ".bin": None}
 TOKEN_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 
 BLOCK_BYTES = 1 << 22
-# what is looked at of each file beforehand: all of most files, and little of a huge corpus
+# how much of each file is checked beforehand: all of most files, but little of a huge corpus
 CHECK_BYTES = 1 << 24
 
 
 class Document(NamedTuple):
-    """Text, or ids without their end token, and how far into the file on disk it ends."""
+    """Text, or ids without their end token, and the offset on disk where it ends."""
 
     content: str | np.ndarray
     offset_bytes: int
@@ -49,26 +49,26 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Something that is read from its beginning: a file, a dataset, a text made on the spot."""
+    """A file, a dataset or a generated text, read from its beginning."""
 
     kind: Kind
     name: str
-    """For people: the path as it was reached, the dataset's name."""
+    """For messages: the path as it was given, or the dataset's name."""
     key: str
-    """For comparing: the same wherever the source lies."""
+    """For comparison: independent of where the source is."""
     num_bytes: int = 0
     """Size on disk; 0 if unknown."""
     path: Path = Path()
     dtype: str = ""
-    """Of a token file's items, as numpy writes it."""
+    """Dtype of a token file's items, in numpy's notation."""
     largest_id: int = -1
-    """Of a token file."""
+    """The largest id of a token file."""
     make: Callable[[], list[str]] | None = None
-    """Gives the documents of a `made` unit."""
+    """Generates the documents of a `made` unit."""
 
 
 class Listing(NamedTuple):
-    """What a source holds, and how many of a folder's files were no text."""
+    """The units of a source, and how many of a folder's files were not text."""
 
     units: tuple[Unit, ...]
     num_skipped: int
@@ -81,9 +81,9 @@ def list_source(
     token_dtype: str | None = None,
     exclude: Path | None = None,
 ) -> Listing:
-    """The units of a source, in a fixed order; anything wrong with it is reported here.
+    """The units of a source in a fixed order; anything wrong with it is reported here.
 
-    `exclude` is a folder to stay out of: the one that is being written.
+    `exclude` is a folder to skip: the one that is being written.
     """
     if source == "stdlib":
         return Listing(tuple(_list_stdlib()), 0)
@@ -107,13 +107,13 @@ def list_source(
 
 
 def hash_units(units: Iterable[Unit]) -> str | None:
-    """One name for a list of units: their names below their source, and their sizes."""
+    """An identity for a list of units, from their names below their source and their sizes."""
     listed = [[unit.kind, unit.key, unit.num_bytes, unit.dtype] for unit in units]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest() if listed else None
 
 
 def check_unit(unit: Unit, text_field: str) -> Unit:
-    """Refuse a file that cannot be what its name says; a token file learns its largest id."""
+    """Refuse a file that does not match its name; find the largest id of a token file."""
     if unit.kind == "parquet":
         check_columns(unit, text_field)
     elif unit.kind == "jsonl":
@@ -138,16 +138,16 @@ def _describe_file(path: Path, key: str, token_dtype: str | None) -> Unit:
     elif suffix == ".parquet":
         kind = "parquet"
         if packed:
-            raise ValueError(f"{path} is a packed Parquet file: unpack it first")
+            raise ValueError(f"{path} is a compressed Parquet file: decompress it first")
     elif suffix in TOKEN_SUFFIXES:
         kind = "tokens"
         known = TOKEN_SUFFIXES[suffix] or token_dtype
         if known is None:
             raise ValueError(
-                f"{path} does not say how large its ids are: add --token-dtype uint16 or uint32"
+                f"{path} does not tell the size of its ids: add --token-dtype uint16 or uint32"
             )
         if known not in TOKEN_DTYPES:
-            raise ValueError(f"there is no token dtype '{known}': use uint16 or uint32")
+            raise ValueError(f"unknown token dtype '{known}': use uint16 or uint32")
         dtype = TOKEN_DTYPES[known]
     size = path.stat().st_size
     return Unit(kind=kind, name=str(path), key=key, num_bytes=size, path=path, dtype=dtype)
@@ -172,13 +172,13 @@ def _list_folder(folder: Path, text_field: str, exclude: Path | None) -> Listing
     if not units:
         beside = f" ({num_skipped} binary files were skipped)" if num_skipped else ""
         raise ValueError(
-            f"the folder {folder} holds no text{beside}: it needs text, JSON lines or Parquet files"
+            f"the folder {folder} has no text{beside}: it needs text, JSON lines or Parquet files"
         )
     return Listing(tuple(units), num_skipped)
 
 
 def _list_stdlib() -> list[Unit]:
-    """The standard library as units: sources that decode, topics, modules' documentation."""
+    """The standard library as units: its source files, help topics and module documentation."""
     files = stdlib.find_files()
     units = []
     for name, path, num_bytes in files:
@@ -201,7 +201,7 @@ def _list_stdlib() -> list[Unit]:
 
 
 def _walk(folder: Path, exclude: Path | None) -> Iterator[Path]:
-    """Files below a folder, hidden ones left out."""
+    """Files below a folder, except hidden ones."""
     for root, folders, names in os.walk(folder):
         folders[:] = [
             name
@@ -230,7 +230,7 @@ def _is_text(unit: Unit) -> bool:
         empty = True
         for text in _read_beginning(unit):
             empty = False
-            # many binary formats decode by chance, few are without a zero
+            # many binary formats decode by chance, but few have no zero byte
             if "\0" in text:
                 return False
     except ValueError as error:
@@ -241,7 +241,7 @@ def _is_text(unit: Unit) -> bool:
 
 
 def _has_lines(unit: Unit, text_field: str) -> bool:
-    """Whether a `.json` file is JSON lines with the field, and not one JSON text."""
+    """Whether a `.json` file is JSON lines with the field, rather than one JSON document."""
     try:
         with open_stream(unit.path) as (stream, _):
             parse_line(stream.readline(CHECK_BYTES), unit.name, 1, text_field)
@@ -287,7 +287,7 @@ def read_documents(
 
 @contextmanager
 def open_stream(path: Path) -> Iterator[tuple[BufferedIOBase, Callable[[], int]]]:
-    """A file's bytes, unpacked, and a function that counts the bytes read on disk."""
+    """A file's decompressed bytes, and a function that returns the bytes read on disk."""
     with open(path, "rb") as raw:
         suffix = path.suffix.lower()
         try:
@@ -305,7 +305,7 @@ def open_stream(path: Path) -> Iterator[tuple[BufferedIOBase, Callable[[], int]]
 
 def decode_blocks(stream: BufferedIOBase, name: str) -> Iterator[str]:
     """A stream's UTF-8 text in blocks."""
-    # a byte order mark at the beginning is not part of the text
+    # a leading byte order mark is not part of the text
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     num_read = 0
     while True:
@@ -325,7 +325,7 @@ def decode_blocks(stream: BufferedIOBase, name: str) -> Iterator[str]:
 
 
 def parse_line(line: bytes, name: str, number: int, text_field: str) -> str:
-    """The text of one line of a JSON lines file; an explicit null is an empty text."""
+    """The text of one line of a JSON lines file; null means an empty text."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -341,7 +341,7 @@ def parse_line(line: bytes, name: str, number: int, text_field: str) -> str:
 
 
 def check_columns(unit: Unit, text_field: str) -> None:
-    """Refuse a Parquet file without the text column, before anything is read."""
+    """Refuse a Parquet file without the text column, before reading it."""
     columns = _open_parquet(unit).schema_arrow.names
     if text_field not in columns:
         raise ValueError(
@@ -351,7 +351,7 @@ def check_columns(unit: Unit, text_field: str) -> None:
 
 
 def clean_text(text: str) -> str:
-    """Replace lone surrogates, which JSON can hold and UTF-8 cannot."""
+    """Replace lone surrogates, which JSON can represent and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -378,7 +378,7 @@ def _take_field(record: dict[str, object], text_field: str, place: str) -> str:
 
 
 def _read_text(unit: Unit) -> Iterator[Document]:
-    """Documents between `<|endoftext|>` marks; a line end beside a mark belongs to the mark."""
+    """Documents between `<|endoftext|>` marks; a newline next to a mark belongs to the mark."""
     parts: list[str] = []
     tail, first = "", True
     with open_stream(unit.path) as (stream, tell):
@@ -389,7 +389,7 @@ def _read_text(unit: Unit) -> Iterator[Document]:
                 parts = []
                 yield Document(_trim(text, head=not first, foot=True), tell())
                 first = False
-            # a mark may lie across two blocks; only that much is looked at again
+            # a mark may span two blocks, so keep that much of the first
             cut = max(0, len(rest) - len(END_OF_TEXT))
             parts.append(rest[:cut])
             tail = rest[cut:]
@@ -446,8 +446,8 @@ def read_ids(unit: Unit) -> Iterator[tuple[np.ndarray, int]]:
         while block := stream.read(BLOCK_BYTES):
             if len(block) % dtype.itemsize:
                 raise ValueError(
-                    f"{unit.name} does not hold a whole number of {dtype.itemsize}-byte ids: it is "
-                    f"cut off, or its ids have another size (see --token-dtype)"
+                    f"{unit.name} does not contain a whole number of {dtype.itemsize}-byte ids: it "
+                    f"is cut off, or its ids have another size (see --token-dtype)"
                 )
             yield np.frombuffer(block, dtype=dtype), tell()
 
@@ -481,7 +481,7 @@ def _read_hub(unit: Unit, text_field: str, num_skipped: int) -> Iterator[Documen
                 dataset = load_dataset(name, config, split=split, streaming=True)
                 records = iter(dataset.skip(num_skipped) if num_skipped else dataset)
             record = next(records, None)
-        # the library and the network below it raise what they like
+        # the library and its network stack raise many types
         except Exception as error:
             raise ValueError(
                 f"{unit.name} could not be read from the Hugging Face hub ({say_why(error)}): "

@@ -1,7 +1,7 @@
-"""The corpus that every Python brings along: its own standard library and its documentation.
+"""The corpus that comes with every Python: its standard library and its documentation.
 
-Owns what belongs to it. Reads source files and never runs them; only C modules of a fixed list are
-imported, for their documentation. Does not know what the text is for.
+Source files are read and never run; only C modules from a fixed list are imported, for their
+documentation.
 """
 
 import ast
@@ -12,12 +12,12 @@ import sysconfig
 import warnings
 from pathlib import Path
 
-# outside packages live below the same folder
+# third-party packages are below the same folder
 NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
 TOPICS = "pydoc_data/topics.py"
 
-# built in or compiled, and safe to import; what they hold says it is theirs, because pydoc finds
-# the things of another module only where that one is loaded
+# built in or compiled, and safe to import; their members name them as their module, because pydoc
+# documents members of other modules only if those are loaded
 MODULES = (
     "_bisect",
     "_codecs",
@@ -54,12 +54,12 @@ MODULES = (
     "zlib",
 )
 
-# their text depends on the machine or the process, or it is the same in every module
+# text that depends on the machine or the process, or that is the same in every module
 UNSTABLE_SECTIONS = ("DATA", "FILE", "MODULE REFERENCE", "VERSION", "AUTHOR", "DATE", "CREDITS")
 
 
 def find_files() -> list[tuple[str, Path, int]]:
-    """Every source file of the running interpreter's library: name below it, path, size."""
+    """Every source file of this interpreter's library: name below it, path and size."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, folders, names in os.walk(root):
@@ -72,7 +72,7 @@ def find_files() -> list[tuple[str, Path, int]]:
 
 
 def render_topics(path: Path) -> list[str]:
-    """The language's own help topics, read as data out of their module."""
+    """Python's help topics, read from their module without importing it."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "topics":
             topics = ast.literal_eval(node.value)
@@ -81,7 +81,7 @@ def render_topics(path: Path) -> list[str]:
 
 
 def render_module(name: str) -> str:
-    """Plain documentation of a module, without what another process would print differently."""
+    """A module's documentation as text, without parts that differ between processes."""
     import pydoc
 
     with warnings.catch_warnings():
@@ -94,7 +94,7 @@ def render_module(name: str) -> str:
     sections = re.split(r"\n(?=[A-Z][A-Z ]*\n)", text)
     kept = [s for s in sections if s.partition("\n")[0] not in UNSTABLE_SECTIONS]
     text = "\n".join(kept)
-    # which subclasses there are depends on what else is loaded
+    # the list of subclasses depends on which modules are loaded
     text = re.sub(r"(?m)^ +\|  Built-in subclasses:\n(?: +\|   .*\n)*(?: +\|  \n)?", "", text)
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text).strip() + "\n"
 

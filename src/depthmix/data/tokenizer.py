@@ -1,7 +1,6 @@
-"""Text ⇄ ids: training a byte-level BPE, loading one, and what the rest asks of it.
+"""Tokenizers: training a byte-level BPE, loading one, and helpers around it.
 
-Owns every call that makes a tokenizer. Knows nothing of files of tokens; loads `tokenizers` only
-when it is used.
+Imports `tokenizers` only when it is used.
 """
 
 import json
@@ -30,7 +29,7 @@ END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 SMALLEST_VOCABULARY = 257
 
-# in the order in which they are tried: a model may carry several of these
+# tried in this order: a model may have several of them
 END_TOKENS = (
     END_OF_TEXT,
     "</s>",
@@ -47,9 +46,9 @@ END_TOKENS = (
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, *, parallel: bool = True
 ) -> "tokenizers.Tokenizer":
-    """A byte-level BPE that gives every text back exactly; id 0 is `<|endoftext|>`.
+    """Train a lossless byte-level BPE; id 0 is `<|endoftext|>`.
 
-    It has fewer ids than `vocab_size` where the texts do not have that many pairs to merge.
+    It has fewer than `vocab_size` ids if the texts do not have enough pairs to merge.
     """
     check_vocab_size(vocab_size)
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -60,7 +59,7 @@ def train_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        # every byte has an id, whether the texts hold it or not
+        # every byte has an id, whether it occurs in the texts or not
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -70,7 +69,7 @@ def train_tokenizer(
 
 
 def check_vocab_size(vocab_size: int) -> None:
-    """Refuse a vocabulary that cannot hold every byte."""
+    """Refuse a vocabulary too small to have every byte."""
     if vocab_size < SMALLEST_VOCABULARY:
         raise ValueError(
             f"a vocabulary of {vocab_size} ids is too small: use at least {SMALLEST_VOCABULARY}, "
@@ -79,18 +78,18 @@ def check_vocab_size(vocab_size: int) -> None:
 
 
 def load_tokenizer(path_or_name: str | Path) -> "tokenizers.Tokenizer":
-    """A `tokenizer.json`, a folder that holds one, or a name on the Hugging Face hub."""
+    """Load a tokenizer from `tokenizer.json`, a folder with one, or the Hugging Face hub."""
     from tokenizers import Tokenizer
 
     path = Path(path_or_name).expanduser()
     if path.is_dir():
         path = path / TOKENIZER_FILE
         if not path.is_file():
-            raise ValueError(f"the folder {path.parent} holds no {TOKENIZER_FILE}")
+            raise ValueError(f"the folder {path.parent} has no {TOKENIZER_FILE}")
     if path.is_file():
         try:
             return Tokenizer.from_file(str(path))
-        # the library raises plain Exception
+        # the library raises a bare Exception
         except Exception as error:
             raise ValueError(
                 f"{path} is not a tokenizer of the 'tokenizers' library: {error}"
@@ -108,7 +107,7 @@ def load_tokenizer(path_or_name: str | Path) -> "tokenizers.Tokenizer":
 
 
 def say_why(error: Exception) -> str:
-    """The first line of what a library raised, which may say nothing or a page."""
+    """The first line of a library's error message, or its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), repr(error))
 
 
@@ -120,19 +119,19 @@ def find_end_token(tokenizer: "tokenizers.Tokenizer") -> int:
             return number
     raise ValueError(
         f"this tokenizer has none of the usual end tokens ({', '.join(END_TOKENS[:4])}, …): "
-        f"say which id ends a document with --end-token"
+        f"give the id that ends a document with --end-token"
     )
 
 
 def count_ids(tokenizer: "tokenizers.Tokenizer") -> int:
-    """Largest id + 1: a vocabulary may have holes, so its size is not enough."""
+    """Largest id + 1: a vocabulary may have gaps, so its length is not enough."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def measure_tokens(tokenizer: "tokenizers.Tokenizer") -> np.ndarray | None:
-    """UTF-8 bytes that each id stands for; None if a token alone does not determine them."""
+    """UTF-8 bytes of each id; None if they depend on the neighbouring tokens."""
     tree = json.loads(tokenizer.to_str())
-    # a byte-level token has one character for each byte; others merge spaces or add prefixes
+    # a byte-level token has one character per byte; others merge spaces or add prefixes
     decoder = tree.get("decoder") or {}
     parts = decoder.get("decoders", [decoder])
     if [part.get("type") for part in parts] != ["ByteLevel"]:
@@ -146,7 +145,7 @@ def measure_tokens(tokenizer: "tokenizers.Tokenizer") -> np.ndarray | None:
 
 @contextmanager
 def set_parallelism(parallel: bool) -> Iterator[None]:
-    """Whether the library spreads one call over threads of its own, for the time of a block."""
+    """Set whether the library uses its own threads, until the block ends."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "true" if parallel else "false"

@@ -1,7 +1,7 @@
-"""A run's folder: its configuration, where it came from, its metrics, its state, its lock.
+"""A run's folder: configuration, provenance, metrics, status and lock.
 
-Owns the names and formats of the files (docs/runs.md), and that a kill leaves them readable. Does
-not know what a metric means, what is in a checkpoint, or torch.
+Defines the names and formats of the files (docs/runs.md), which stay readable if the process is
+killed. Does not import torch.
 """
 
 import json
@@ -25,13 +25,13 @@ from depthmix.config.fields import suggest
 from depthmix.files import name_file, parse_json, replace_file, take_lock
 
 State = Literal["running", "finished", "interrupted", "failed"]
-# sweeps lie four levels below `runs`: isoflop-gpu/1e15/mod/w320-l12-s0
+# sweeps are four levels below `runs`: isoflop-gpu/1e15/mod/w320-l12-s0
 MAX_DEPTH = 6
 _MARKS = frozenset({"provenance.json", "status.json", "metrics.jsonl"})
 
 
 class RunDir:
-    """One run's folder. Made by `create` or `open`; one process at a time writes, under `lock`."""
+    """One run's folder, from `create` or `open`; one process at a time writes, under `lock`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,12 +41,12 @@ class RunDir:
 
     @staticmethod
     def create(path: str | Path, config_toml: str, provenance: Mapping[str, Any]) -> "RunDir":
-        """Start a new run; `provenance` is what `collect_provenance` gives."""
+        """Start a new run; `provenance` is the result of `collect_provenance`."""
         run, config = RunDir(Path(path)), Path(path, "config.toml")
         run.check_free(can_resume=True)
         run.path.mkdir(parents=True, exist_ok=True)
         try:
-            # this claims the folder: of two that start at once, one is refused
+            # this claims the folder: if two start at once, one is refused
             with name_file(config), open(config, "x", encoding="utf-8") as file:
                 file.write(config_toml)
             run.checkpoints.mkdir(exist_ok=True)
@@ -60,27 +60,27 @@ class RunDir:
         return run
 
     def check_free(self, *, can_resume: bool = False) -> None:
-        """Refuse what cannot become a new run: a file, or a folder that contains a run.
+        """Refuse a file, or a folder that already contains a run.
 
-        `can_resume` is for training, which may have meant that run.
+        With `can_resume`, the error also offers to resume that run.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"'{self.path}' is a file: choose another --out for the run's folder")
         if self.metrics.exists() or (self.path / "config.toml").exists():
             place = shlex.quote(str(self.path))
             hint = f"resume it with 'depthmix train --resume {place}', or " if can_resume else ""
-            raise ValueError(f"'{self.path}' already holds a run: {hint}choose another --out")
+            raise ValueError(f"'{self.path}' already contains a run: {hint}choose another --out")
 
     @staticmethod
     def open(path: str | Path) -> "RunDir":
-        """An existing run, or a sentence that says why this is not one."""
+        """Open an existing run; the error says why a path is not one."""
         run = RunDir(Path(path))
         if run.path.is_dir() and (run.path / "config.toml").is_file():
             return run
         raise ValueError(_explain_refusal(run.path))
 
     def read_config(self) -> dict[str, Any]:
-        """The resolved configuration: tables `model` and `train`."""
+        """The resolved configuration, with the tables `model` and `train`."""
         path = self.path / "config.toml"
         try:
             return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -88,12 +88,12 @@ class RunDir:
             raise ValueError(f"'{path}' is damaged: {error}") from error
 
     def add_start(self, provenance: Mapping[str, Any]) -> None:
-        """Note one more start of this run, with all that may have changed since the last."""
+        """Record another start of this run, with everything that may have changed since."""
         starts = [*self.read_starts(), dict(provenance)]
         replace_file(self.path / "provenance.json", _to_json({"starts": starts}, indent=2))
 
     def read_starts(self) -> list[dict[str, Any]]:
-        """What was noted at each start of this run, the first one first."""
+        """The records of all starts of this run, oldest first."""
         tree = self.read_json("provenance.json")
         if not tree:
             return []
@@ -106,13 +106,13 @@ class RunDir:
     def write_status(
         self, state: State, *, step: int, num_steps: int, loss: float | None, reason: str = ""
     ) -> None:
-        """Say where the run stands."""
+        """Write the run's status."""
         status = {"state": state, "step": step, "num_steps": num_steps, "loss": loss}
         status |= {"reason": reason, "updated": _now()}
         replace_file(self.path / "status.json", _to_json(status, indent=2))
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """`provenance.json` or `status.json`; empty where there is none yet."""
+        """`provenance.json` or `status.json`; empty if there is none yet."""
         try:
             return dict(parse_json((self.path / name).read_bytes()))
         except FileNotFoundError:
@@ -121,7 +121,7 @@ class RunDir:
             raise ValueError(f"'{self.path / name}' is not a JSON object: {error}") from error
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Add one record; what is not finite is written as null. A failed write leaves no trace."""
+        """Append one record, with null for numbers that are not finite; all of it or nothing."""
         assert {"step", "kind"} <= record.keys(), record
         with name_file(self.metrics):
             if self._appending is None:
@@ -138,19 +138,19 @@ class RunDir:
                 raise
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop what was recorded after `step`, which a resumed run computes again."""
+        """Drop the records after `step`, which a resumed run writes again."""
         self.close()
         kept = [line for line, record in self._parse_lines() if record["step"] <= step]
         if self.metrics.exists():
             replace_file(self.metrics, b"".join(line + b"\n" for line in kept))
 
     def read_metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """All records in order, or those of one kind, without a last line cut off by a kill."""
+        """All records in order, or those of one kind; skips a last line cut off by a kill."""
         return [record for _, record in self._parse_lines() if kind in (None, record.get("kind"))]
 
     def _parse_lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
         lines = self.metrics.read_bytes().split(b"\n") if self.metrics.exists() else [b""]
-        # every whole line ends in a newline: what follows the last one was torn by a kill
+        # complete lines end in a newline; anything after the last one was cut off by a kill
         for number, line in enumerate(lines[:-1], 1):
             try:
                 record = dict(parse_json(line))
@@ -162,16 +162,16 @@ class RunDir:
             yield line, record
 
     def close(self) -> None:
-        """Let go of the metrics file; the next record opens it again."""
+        """Close the metrics file; the next record opens it again."""
         if self._appending is not None:
             os.close(self._appending)
             self._appending = None
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other trainers out; the kernel releases the lock however the process ends."""
+        """Keep other processes from training here; the lock ends with the process."""
         with open(self.path / ".lock", "a+", encoding="utf-8") as file:
-            # listing runs takes the lock for an instant: not a reason to refuse
+            # listing runs takes the lock for an instant: try again
             if not take_lock(file.fileno()):
                 time.sleep(0.2)
                 if not take_lock(file.fileno()):
@@ -201,7 +201,7 @@ def name_run(preset: str, when: datetime, folder: str | Path = "runs") -> Path:
 def collect_provenance(
     *, seed: int, data: Mapping[str, Any], device: Mapping[str, Any], step: int = 0
 ) -> dict[str, Any]:
-    """Where a start comes from; `data` (folder, hash) and `device` come from the caller."""
+    """The provenance of a start; `data` (folder, hash) and `device` are the caller's."""
     versions = {"python": platform.python_version()}
     for name in ("depthmix", "torch", "numpy", "triton"):
         with suppress(metadata.PackageNotFoundError):
@@ -234,7 +234,7 @@ def _ask_git() -> dict[str, Any] | None:
 
 
 def find_runs(folder: str | Path) -> Iterator[Path]:
-    """Folders with the files of a run: this one, or those at most `MAX_DEPTH` levels below it."""
+    """Folders with a run's files: this one, or those at most `MAX_DEPTH` levels below it."""
     for where, below, files in os.walk(folder):
         depth = len(Path(where).relative_to(folder).parts)
         if not _MARKS.isdisjoint(files):
@@ -247,26 +247,26 @@ def describe_run_nearby(path: Path) -> str | None:
     """A sentence about the run that a path is part of, or the runs that it contains, if any."""
     for parent in path.parents:
         if (parent / "config.toml").is_file() and (parent / "provenance.json").is_file():
-            return f"'{path}' is a part of the run '{parent}': name that folder"
+            return f"'{path}' is part of the run '{parent}': give that folder instead"
     inside = [run for run in sorted(find_runs(path)) if run != path]
     if inside:
         return (
-            f"'{path}' is not a run, but contains {len(inside)}: name one, such as '{inside[-1]}'"
+            f"'{path}' is not a run, but contains {len(inside)}: choose one, such as '{inside[-1]}'"
         )
     return None
 
 
 def _explain_refusal(path: Path) -> str:
-    """What a path is that is not a run."""
+    """Why a path is not a run."""
     nearby = describe_run_nearby(path)
     if nearby is not None:
         return nearby
     if not path.exists():
         near = suggest(path.name, os.listdir(path.parent) if path.parent.is_dir() else ())
-        return f"there is no run '{path}': name a folder that training made.{near}"
+        return f"there is no run '{path}': give a folder made by training.{near}"
     if not path.is_dir():
-        return f"'{path}' is a file: name the folder of a run"
-    return f"'{path}' is not a run: it has no config.toml; name a folder that training made"
+        return f"'{path}' is a file: give a run's folder"
+    return f"'{path}' is not a run: it has no config.toml; give a folder made by training"
 
 
 def _cut_torn_line(path: Path) -> None:
@@ -276,12 +276,12 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def _to_json(value: Mapping[str, Any], indent: int | None = None) -> str:
-    """One line, or indented; ends in a newline."""
+    """JSON on one line or indented, ending in a newline."""
     return json.dumps(_make_plain(value), indent=indent, allow_nan=False, default=str) + "\n"
 
 
 def _make_plain(value: Any) -> Any:
-    # numbers of numpy and torch
+    # numpy and torch scalars
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, Mapping):

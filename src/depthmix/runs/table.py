@@ -1,7 +1,4 @@
-"""Runs as a table: what each is, how far it came, and how good it is.
-
-Reads run folders through `folder`; knows no torch.
-"""
+"""A table of runs, with their progress and losses. Does not import torch."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,25 +15,25 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Record = Mapping[str, Any]
-"""A line of metrics."""
+"""One record of metrics."""
 
 TITLES = ("run", "model", "step", "state", "FLOP", "loss", "top-k", "causal", "tok/s", "age")
 
 
 class RunSummary(NamedTuple):
-    """A run in numbers; None where there is none yet."""
+    """A run in numbers; None for those that are not known yet."""
 
     path: str
     state: str = "broken"
     reason: str = ""
-    """Why it ended, or what is wrong with a broken folder."""
+    """Why the run ended, or what is wrong with a broken folder."""
     started: str = ""
     updated: str = ""
     step: int = 0
     num_steps: int | None = None
     num_parameters: int | None = None
     flops: int | float | None = None
-    """Spent on training."""
+    """FLOPs spent on training."""
     loss: int | float | None = None
     val_loss_topk: int | float | None = None
     val_loss_causal: int | float | None = None
@@ -44,23 +41,23 @@ class RunSummary(NamedTuple):
 
     @property
     def order(self) -> tuple[str, str]:
-        """Runs are listed by their starts."""
+        """Sort key: the time of the first start."""
         return self.started, self.path
 
 
 def list_runs(folder: str | Path) -> list[RunSummary]:
-    """Every run in a folder and below, in order of their starts; broken ones are among them."""
+    """Every run in a folder and below, broken ones included, in the order of their starts."""
     return sorted((run for run, _ in read_runs(folder)), key=lambda run: run.order)
 
 
 def read_runs(folder: str | Path) -> Iterator[tuple[RunSummary, Sequence[Record]]]:
-    """Every run in a folder and below, in any order, with its metrics, which are read once.
+    """Every run in a folder and below, in any order, with its metrics.
 
-    A broken run has none.
+    A broken run has no metrics.
     """
     paths = list(find_runs(folder))
     if not paths:
-        raise ValueError(f"there is no run in '{folder}': 'depthmix train' makes one")
+        raise ValueError(f"there is no run in '{folder}': make one with 'depthmix train'")
     yield from map(_read_run, paths)
 
 
@@ -74,7 +71,7 @@ def _read_run(path: Path) -> tuple[RunSummary, Sequence[Record]]:
         last = {record.get("kind"): record for record in records}
         train, val, state = last.get("train", {}), last.get("val", {}), status.get("state")
         if state in (None, "running"):
-            # a killed process cannot say that it is gone
+            # a killed process cannot update its status
             state = "running" if run.is_locked() else "stopped"
         summary = RunSummary(
             path=str(path),
@@ -95,20 +92,20 @@ def _read_run(path: Path) -> tuple[RunSummary, Sequence[Record]]:
     except (OSError, ValueError) as error:
         return RunSummary(str(path), reason=str(error)), ()
     except (AttributeError, LookupError, TypeError) as error:
-        reason = f"its files are not as training writes them: {error}"
+        reason = f"its files are damaged: {error}"
         return RunSummary(str(path), reason=reason), ()
 
 
 def to_json(runs: Sequence[RunSummary]) -> str:
-    """A JSON list with an object for each run."""
+    """A JSON list with one object per run."""
     return json.dumps([run._asdict() for run in runs], indent=2)
 
 
 def print_runs(runs: Sequence[RunSummary], console: "Console") -> None:
-    """A table of runs, and below it what is to be said about single ones."""
+    """Print a table of runs, followed by notes on single ones."""
     rows = [TITLES, *map(_list_cells, runs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # where the names find no room beside the numbers, they stand above them
+    # if the names do not fit beside the numbers, they are printed above them
     fits = sum(widths) + 2 * (len(widths) - 1) <= console.width
     for i, (name, *cells) in enumerate(rows):
         cells = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
