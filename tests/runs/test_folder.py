@@ -106,7 +106,7 @@ def test_what_is_no_run_is_told_apart(run: RunDir, tmp_path: Path) -> None:
         tmp_path / "no" / "where": "there is no run .*where': give a folder made by training",
         tmp_path / "notes.txt": "is a file: give a run's folder",
         tmp_path / "empty": "not a run: it has no config.toml",
-        tmp_path: rf"not a run, but contains 1: name one, such as '{run.path}'",
+        tmp_path: rf"not a run, but contains 1: choose one, such as '{run.path}'",
     }.items():
         with pytest.raises(ValueError, match=told):
             RunDir.open(path)
