@@ -167,6 +167,10 @@ def draw_arguments(draw: st.DrawFn) -> dict[str, Any]:
         routing["kv_capacity"] = draw(st.floats(capacity, 1.0))
     if strategy == "stochastic":
         routing["noise_gate"] = draw(st.sampled_from(["learned", "gaussian"]))
+    if strategy == "token_choice":
+        routing["kv_capacity"] = None
+        routing["bias_rate"] = draw(st.sampled_from([0.0, 0.5]))
+        routing["place_factor"] = draw(st.sampled_from([1.0, 1.3, 4.0]))
     if strategy != "causal":
         routing["predictor"] = draw(st.booleans())
     experts: dict[str, Any] = {

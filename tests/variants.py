@@ -12,6 +12,7 @@ from torch import Tensor
 from depthmix.config import ModelConfig, load_preset
 from depthmix.nn import Transformer
 from depthmix.nn.attention import Attention
+from depthmix.nn.depth import Decider
 from depthmix.nn.experts import Experts
 from depthmix.nn.layers import MLP, RMSNorm
 from depthmix.nn.router import Predictor, Router
@@ -60,6 +61,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mod_kv_first_tokens": {"routing.kv_capacity": 0.5, "routing.first_tokens": 1},
     "token_choice": {"routing.strategy": "token_choice"},
     "token_choice_kv": {"routing.strategy": "token_choice", "routing.kv_capacity": 0.5},
+    "token_choice_bias": {"routing.strategy": "token_choice", "routing.bias_rate": 1.0},
     "stochastic": {"routing.strategy": "stochastic"},
     "early_exit": {
         "routing.strategy": "early_exit",
@@ -140,6 +142,8 @@ def make_model(
         for module in model.modules():
             if isinstance(module, Router):
                 module.weight.normal_(std=config.width**-0.5)
+            elif isinstance(module, Decider) and module.bias is not None:
+                module.bias.normal_(std=0.5)
             elif isinstance(module, Predictor):
                 module.w_in.weight.normal_(std=config.width**-0.5)
                 module.w_out.weight.normal_()

@@ -214,7 +214,7 @@ def kv_cache_bytes(
     _check_positive("batch_size", batch_size)
     _check_positive("bytes_per_element", bytes_per_element)
     num_tokens = _check_seq_len(config, seq_len)
-    num_stored = sum(block.count_offered(num_tokens) for block in list_blocks(config))
+    num_stored = sum(block.count_stored(num_tokens) for block in list_blocks(config))
     per_token = 2 * config.shape.num_kv_heads * config.shape.head_width
     return batch_size * num_stored * per_token * bytes_per_element
 
@@ -277,11 +277,18 @@ class BlockShare(NamedTuple):
     num_deciders: int
     """Depth routers, each with its predictor: none, one, or two under decoupled routing."""
     has_experts: bool
+    places: float
+    """Share of tokens that it has room for; `updated` unless `place_factor` leaves more."""
 
     def count_updated(self, num_tokens: int) -> int:
-        return num_kept(self.updated, num_tokens) if self.num_deciders else num_tokens
+        return num_kept(self.places, num_tokens) if self.num_deciders else num_tokens
 
     def count_offered(self, num_tokens: int) -> int:
+        share = max(self.places, self.offered)
+        return num_kept(share, num_tokens) if self.num_deciders else num_tokens
+
+    def count_stored(self, num_tokens: int) -> int:
+        """Keys and values that stay in the cache, where empty places leave none."""
         return num_kept(self.offered, num_tokens) if self.num_deciders else num_tokens
 
 
@@ -292,11 +299,14 @@ def list_blocks(config: ModelConfig) -> Iterator[BlockShare]:
     for layer in range(config.num_layers):
         has_experts = layer in expert_layers
         if layer not in capacity:
-            yield BlockShare(1.0, 1.0, 0, has_experts)
-        elif kv_capacity is None:
-            yield BlockShare(capacity[layer], capacity[layer], 1, has_experts)
+            yield BlockShare(1.0, 1.0, 0, has_experts, 1.0)
+            continue
+        share = capacity[layer]
+        places = config.routing.share_places(share)
+        if kv_capacity is None:
+            yield BlockShare(share, share, 1, has_experts, places)
         else:
-            yield BlockShare(capacity[layer], kv_capacity, 2, has_experts)
+            yield BlockShare(share, kv_capacity, 2, has_experts, places)
 
 
 def count_expert_pairs(config: ModelConfig, num_tokens: int) -> int:

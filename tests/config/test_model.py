@@ -89,6 +89,18 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "offers no keys",
     ),
     ({"routing.noise_gate": "gaussian"}, "routing.noise_gate", "'stochastic'"),
+    ({"routing.bias_rate": 0.1}, "routing.bias_rate", "token_choice"),
+    ({"routing.place_factor": 1.5}, "routing.place_factor", "token_choice"),
+    ({"routing.place_factor": 0.5}, "routing.place_factor", "at least 1"),
+    (
+        {
+            "routing.strategy": "token_choice",
+            "routing.kv_capacity": 0.5,
+            "routing.bias_rate": 0.1,
+        },
+        "routing.bias_rate",
+        "without kv_capacity",
+    ),
     ({"routing.first_tokens": 9}, "routing.first_tokens", "8 tokens"),
     (
         {"routing.strategy": "stochastic", "routing.aux_loss_weight": 0.1},

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthmix.config import STRATEGIES
+from depthmix.nn import Transformer
 from depthmix.nn.attention import Memory, Place
 from depthmix.nn.block import Block, Update
 from depthmix.nn.depth import Decider, MixtureOfDepths
@@ -389,6 +390,37 @@ def test_random_gates_are_the_noise_that_chose() -> None:
     layer = make_layer("stochastic", Recorder(), **options, **{"routing.gate": "tanh1"})
     routing = layer(x, make_place())[1]
     torch.testing.assert_close(routing.weight, 1 + routing.logits.gather(1, routing.index).tanh())
+
+
+def test_a_bias_decides_and_is_not_in_the_gate() -> None:
+    options = {"routing.gate": "raw", "routing.place_factor": 2.0}
+    layer, x = make_layer("token_choice_bias", Recorder(), **options), make_x()
+    decider = layer.decider
+    assert decider.bias is not None
+    scores = decider.router(x).sum(-1)
+    chosen = {}
+    for bias in (-0.5, 0.0, 0.5):
+        decider.bias.fill_(bias)
+        routing = layer(x, make_place(), selector="router")[1]
+        chosen[bias] = routing.slot >= 0
+        assert torch.equal(chosen[bias], scores + bias > 0)
+        kept = scores.gather(1, routing.index).where(routing.valid, 0)
+        torch.testing.assert_close(routing.weight, kept)
+        # training has places for 2 · 0.25 · 12 tokens
+        places = layer(x, make_place())[1]
+        assert places.index.shape == (3, 6)
+        assert torch.equal(places.slot >= 0, chosen[bias] & (chosen[bias].cumsum(1) <= 6))
+    assert chosen[-0.5].sum() < chosen[0.0].sum() < chosen[0.5].sum()
+
+
+@pytest.mark.parametrize("capacity", [0.125, 0.7])
+def test_a_bias_starts_at_the_capacity(capacity: float) -> None:
+    options = {"routing.capacity": capacity, "routing.init_std": 0.3, "width": 256, "mlp_width": 8}
+    model = Transformer(make_config("token_choice_bias", **options))
+    layer = next(layer for layer in model.layers if isinstance(layer, MixtureOfDepths))
+    x = torch.randn(1, 20_000, 256)
+    share = (layer.decider.router(x).sum(-1) + layer.decider.bias > 0).double().mean().item()
+    assert share == pytest.approx(capacity, abs=0.03)
 
 
 def test_memory_reaches_the_block() -> None:

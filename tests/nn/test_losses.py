@@ -185,7 +185,8 @@ def test_parts_exist_where_they_mean_something(name: str) -> None:
     routing, experts = config.routing, config.experts
     assert (found.router is not None) == routing.has_target
     assert (found.predictor is not None) == routing.has_predictor
-    assert (found.balance is not None) == (routing.strategy == "token_choice")
+    assert (found.balance is not None) == (name in ("token_choice", "token_choice_kv"))
+    assert (found.shares is not None) == (name == "token_choice_bias")
     by_experts = experts.strategy == "expert_choice"
     assert (found.expert_router is not None) == by_experts
     assert (found.expert_predictor is not None) == (by_experts and experts.predictor)

@@ -229,7 +229,7 @@ def test_overrides_that_do_not_fit(
         ("isoflop", 20, 59),
         ("shapes", 6, 34),
         ("capacity-frequency", 13, 29),
-        ("controls", 8, 24),
+        ("controls", 9, 27),
         ("experts", 4, 27),
         ("placement", 5, 7),
     ],

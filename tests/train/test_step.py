@@ -288,3 +288,30 @@ def test_several_optimisers_share_a_step() -> None:
     assert sum(moved[0::2]) > 0
     assert sum(moved[1::2]) > 0
     assert all(grad is None for grad in gradients_of(model).values())
+
+
+def test_biases_bring_the_share_of_tokens_to_the_capacity() -> None:
+    """Whatever the scores begin with; without a rate that counts they stay where they are."""
+    shares = {}
+    for rate in (1.0, 1e-6):
+        config = make_config("token_choice_bias", **{"routing.bias_rate": rate})
+        model = make_model(config, dtype=torch.float32)
+        step = TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        found = [step(*make_batch(model, seed)).routing.shares for seed in range(60)]
+        last = torch.stack([share for share in found[-20:] if share is not None])
+        assert last.shape == (20, 2)
+        shares[rate] = last.mean(0)
+    torch.testing.assert_close(shares[1.0], torch.full((2,), 0.25), rtol=0, atol=0.03)
+    assert ((shares[1e-6] - 0.25).abs() > 0.05).any()
+
+
+def test_a_bias_moves_by_the_mean_of_the_micro_batches() -> None:
+    model = make_model("token_choice_bias", dtype=torch.float32)
+    biases = {name: bias for name, bias in model.named_buffers() if name.endswith("decider.bias")}
+    before = [bias.clone() for bias in biases.values()]
+    tokens, targets = make_batch(model)
+    chosen = [(r.logits > 0).float().mean() for r in model(tokens).routings]
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), num_micro_batches=2)
+    step(tokens, targets)
+    for bias, old, share in zip(biases.values(), before, chosen, strict=True):
+        torch.testing.assert_close(bias, old + (0.25 - share))

@@ -17,6 +17,7 @@ from depthmix.checkpoint import folder as disk
 from depthmix.checkpoint.tensors import read_part
 from depthmix.config import ModelConfig
 from depthmix.nn import Transformer
+from depthmix.nn.depth import start_bias
 
 Which = Literal["newest", "best"]
 
@@ -221,6 +222,10 @@ def _start_decider(
     config: ModelConfig, name: str, shape: torch.Size, generator: torch.Generator
 ) -> Tensor:
     part = name.split("decider.")[1]
+    if part == "bias":
+        layer = int(name.split(".")[1])
+        capacity = config.capacities[config.routed_layers.index(layer)]
+        return torch.tensor(start_bias(config.routing, config.width, capacity))
     if part == "predictor.w_out.bias":
         return torch.full(shape, KEEP_LOGIT)
     if part == "predictor.w_out.weight":

@@ -76,6 +76,12 @@ class RoutingConfig:
     rate."""
     balance_loss_weight: NotNegative[float] = 0.01
     """Weight of token_choice's balancing loss."""
+    bias_rate: NotNegative[float] = 0.0
+    """token_choice: add a bias to the scores that decide, which moves after each step by this times
+    (capacity - share of tokens with a positive score). 0 uses the balancing loss instead."""
+    place_factor: Annotated[float, Bounds(least=1)] = 1.0
+    """token_choice: places per sequence as a multiple of capacity; more than 1 leaves room for
+    sequences in which more tokens than average choose the block."""
     kv_capacity: Capacity | None = None
     """Decoupled routing: fraction of tokens that provide keys and values, at least `capacity`."""
 
@@ -96,6 +102,15 @@ class RoutingConfig:
     def draws_scores(self) -> bool:
         """Whether scores, and therefore gates, are noise drawn in each forward pass."""
         return STRATEGIES[self.strategy].is_random and self.noise_gate == "gaussian"
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias holds the share of kept tokens at the capacity."""
+        return STRATEGIES[self.strategy].is_balanced and self.bias_rate > 0
+
+    def share_places(self, capacity: float) -> float:
+        """Places of a routed block, as a share of the tokens."""
+        return min(1.0, capacity * self.place_factor)
 
     @property
     def causal_head(self) -> Literal["predictor", "router"] | None:
@@ -482,6 +497,16 @@ def _routing_problems(config: ModelConfig, routing: RoutingConfig) -> Iterator[s
             f"routing.noise_gate = '{routing.noise_gate}' is for random routing: set "
             f"routing.strategy = 'stochastic', or leave it out"
         )
+    if not strategy.is_balanced or routing.kv_capacity is not None:
+        for name, value, default in (
+            ("bias_rate", routing.bias_rate, 0.0),
+            ("place_factor", routing.place_factor, 1.0),
+        ):
+            if value != default:
+                yield (
+                    f"routing.{name} = {value} is for token_choice without kv_capacity: set "
+                    f"routing.strategy = 'token_choice' and no routing.kv_capacity, or leave it out"
+                )
     if routing.first_tokens > num_kept(min(capacities), config.max_seq_len):
         yield (
             f"routing.first_tokens = {routing.first_tokens} is more than the "

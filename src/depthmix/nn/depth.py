@@ -4,6 +4,9 @@ Owns the paper's equation. Does not know what the block is: anything that takes 
 their places and returns an update can stand inside.
 """
 
+import math
+from statistics import NormalDist
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -26,6 +29,8 @@ class Decider(nn.Module):
         self.config, self.capacity = config, capacity
         self.router = Router(width, normalize=config.normalize_input, init_std=config.init_std)
         self.predictor = Predictor(width, config.predictor_width) if config.has_predictor else None
+        # float32 like the scores; not a parameter, as no gradient moves it
+        self.register_buffer("bias", torch.zeros(()) if config.has_bias else None)
 
     @property
     def capacity(self) -> float:
@@ -37,6 +42,18 @@ class Decider(nn.Module):
         # as text: torch.compile makes an unknown of a number in which two blocks or models differ,
         # and the number of places cannot be computed from one
         self._capacity = repr(capacity)
+
+    @torch.no_grad()
+    def init_bias(self) -> None:
+        """Let the capacity's share of tokens choose the block under a router's initial weights."""
+        if self.bias is not None:
+            self.bias.fill_(start_bias(self.config, self.router.weight.shape[1], self.capacity))
+
+    @torch.no_grad()
+    def move_bias(self, share: Float[Tensor, ""]) -> None:
+        """After a step in which this share of tokens chose the block."""
+        if self.bias is not None:
+            self.bias.add_(self.config.bias_rate * (self.capacity - share))
 
     def forward(
         self,
@@ -62,6 +79,8 @@ class Decider(nn.Module):
         else:
             logits_BT = self.router(x).sum(-1)
             predicted_BT = None if self.predictor is None else self.predictor(x).sum(-1)
+        if self.bias is not None:
+            logits_BT = logits_BT + self.bias
         strategy = STRATEGIES[self.config.strategy]
         if strategy.is_final:
             candidates = rules.survivors(candidates, previous)
@@ -138,7 +157,19 @@ class Decider(nn.Module):
         if self.config.draws_scores or (selector == "topk" and not strategy.is_random):
             return rules.expert_choice(scores, self.capacity, candidates)
         scores = foreseen if strategy.asks_head else scores
-        return rules.RULES[self.config.strategy](scores, self.capacity, candidates)
+        share = self.config.share_places(self.capacity)
+        return rules.RULES[self.config.strategy](scores, share, candidates)
+
+
+def start_bias(config: RoutingConfig, width: int, capacity: float) -> float:
+    """Bias with which the capacity's share of tokens has a positive score at the start.
+
+    Normalised inputs have length √width, so scores are about normal with this deviation.
+    """
+    if not config.normalize_input:
+        return 0.0
+    deviation = config.init_std * math.sqrt(width)
+    return -deviation * NormalDist().inv_cdf(min(max(1 - capacity, 1e-6), 1 - 1e-6))
 
 
 class MixtureOfDepths(nn.Module):

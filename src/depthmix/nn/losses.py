@@ -57,6 +57,8 @@ class RoutingLoss(NamedTuple):
     expert_router: HeadLoss | None = None
     expert_predictor: HeadLoss | None = None
     expert_balance: Float[Tensor, ""] | None = None
+    shares: Float[Tensor, " blocks"] | None = None
+    """With biases, the share of tokens that chose each routed block; adds no loss."""
 
 
 def head_loss(
@@ -127,7 +129,10 @@ def routing_loss(
         router, predictor = _score_heads(
             [r.logits for r in deciders], [r.predictor_logits for r in deciders], deciders, present
         )
-    if deciders and STRATEGIES[routing.strategy].is_balanced:
+    depth_shares = None
+    if deciders and routing.has_bias:
+        depth_shares = torch.stack([_count_chosen(r) for r in deciders])
+    elif deciders and STRATEGIES[routing.strategy].is_balanced:
         shares = [*config.capacities, *[routing.kv_capacity] * (len(deciders) - len(routings))]
         balances = [_balance_depth(r, share) for r, share in zip(deciders, shares, strict=True)]
         balance = torch.stack(balances).mean()
@@ -160,6 +165,7 @@ def routing_loss(
         expert_router=_detach(expert_router),
         expert_predictor=_detach(expert_predictor),
         expert_balance=None if expert_balance is None else expert_balance.detach(),
+        shares=depth_shares,
     )
 
 
@@ -200,6 +206,14 @@ def _balance_depth(routing: Routing, capacity: float | None) -> Float[Tensor, ""
         torch.cat(shares),
         routing.present,
     )
+
+
+def _count_chosen(routing: Routing) -> Float[Tensor, ""]:
+    """Share of tokens with a positive score, whether or not there was a place for them."""
+    chosen_BT = routing.logits.detach() > 0
+    if routing.present is None:
+        return chosen_BT.float().mean()
+    return (chosen_BT & routing.present).sum() / routing.present.sum().clamp(min=1)
 
 
 def _loss_of(head: HeadLoss | None) -> Tensor | None:

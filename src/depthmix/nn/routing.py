@@ -41,8 +41,8 @@ class Routing(NamedTuple):
     valid: Bool[Tensor, "B K"]
     """Places that are taken."""
     logits: Float[Tensor, "B T"]
-    """The router's scores, float32; NaN where a predictor decided and no more was computed than
-    needed, as in decoding on a CPU."""
+    """The router's scores, float32, with its bias where it has one; NaN where a predictor decided
+    and no more was computed than needed, as in decoding on a CPU."""
     predictor_logits: Float[Tensor, "B T"] | None
     """The causal predictor's scores, where there is one."""
     slot: Int[Tensor, "B T"]

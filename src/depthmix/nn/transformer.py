@@ -15,7 +15,7 @@ from depthmix.config import ModelConfig
 from depthmix.kernels import compute_type
 from depthmix.nn.attention import AttentionCache, Place
 from depthmix.nn.block import Block
-from depthmix.nn.depth import MixtureOfDepths
+from depthmix.nn.depth import Decider, MixtureOfDepths
 from depthmix.nn.experts import ExpertRouting, Experts
 from depthmix.nn.layers import RMSNorm, look_up_phases, make_phase_table
 from depthmix.nn.router import Router
@@ -119,6 +119,8 @@ class Transformer(nn.Module):
                 nn.init.ones_(module.weight)
             elif isinstance(module, Router):
                 nn.init.normal_(module.weight, std=module.init_std)
+            elif isinstance(module, Decider):
+                module.init_bias()
             elif isinstance(module, Experts):
                 nn.init.normal_(module.w_in, std=module.w_in.shape[1] ** -0.5)
                 nn.init.normal_(module.w_out, std=out_scale * module.w_out.shape[1] ** -0.5)
@@ -129,9 +131,16 @@ class Transformer(nn.Module):
 
     def set_capacities(self, capacities: Sequence[float]) -> None:
         """Let routed blocks keep other shares than the configuration says, in their order."""
-        routed = (layer for layer in self.layers if isinstance(layer, MixtureOfDepths))
-        for layer, capacity in zip(routed, capacities, strict=True):
-            layer.decider.capacity = capacity
+        for decider, capacity in zip(self._list_deciders(), capacities, strict=True):
+            decider.capacity = capacity
+
+    def move_biases(self, shares: Float[Tensor, " blocks"]) -> None:
+        """After a step, by the share of tokens that chose each routed block (`bias_rate`)."""
+        for decider, share in zip(self._list_deciders(), shares, strict=True):
+            decider.move_bias(share)
+
+    def _list_deciders(self) -> list[Decider]:
+        return [layer.decider for layer in self.layers if isinstance(layer, MixtureOfDepths)]
 
     def forward(
         self,

@@ -99,6 +99,9 @@ def describe_routing(scored: Any) -> dict[str, Tensor]:
     for part, value in scored._asdict().items():
         if part == "loss" or value is None:
             continue
+        if part == "shares":
+            found["router_routed_fraction"] = value.mean()
+            continue
         if isinstance(value, Tensor):
             found[f"{part}_loss"] = value
             continue

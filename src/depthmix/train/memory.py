@@ -123,7 +123,7 @@ def _list_saved(
     num_deciders = 0
     if layer in config.routed_layers:
         capacity = config.capacities[config.routed_layers.index(layer)]
-        kept = offered = num_kept(capacity, num_tokens)
+        kept = offered = num_kept(config.routing.share_places(capacity), num_tokens)
         num_deciders = 1
         if config.routing.kv_capacity is not None:
             num_deciders, offered = 2, num_kept(config.routing.kv_capacity, num_tokens)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -161,6 +162,8 @@ class TrainStep:
             optimizer.step()
             del optimizer.grad_scale  # pyrefly: ignore[missing-attribute]
             optimizer.zero_grad(set_to_none=True)
+        if result.routing.shares is not None:
+            self.model.move_biases(_average_ranks(result.routing.shares))
         return result._replace(grad_norm=norm)
 
     def _accumulate(self, *inputs: Tensor | None) -> StepLoss:
@@ -230,6 +233,15 @@ def _average(*values: Tensor | None) -> Tensor | None:
     return torch.stack(tensors).mean(0) if tensors else None
 
 
+def _average_ranks(values: Tensor) -> Tensor:
+    """The mean over all processes, on their device."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return values
+    values = values.clone()
+    dist.all_reduce(values)
+    return values / dist.get_world_size()
+
+
 def _list_state(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     found = [t for o in optimizers for values in o.state.values() for t in values.values()]
     return [t for t in found if isinstance(t, Tensor)]
@@ -237,7 +249,7 @@ def _list_state(optimizers: Sequence[Optimizer]) -> list[Tensor]:
 
 def _copy_state(model: Transformer, optimizers: Sequence[Optimizer]) -> list[tuple[Tensor, Tensor]]:
     """Every tensor that a step changes, with a copy."""
-    tensors = [*model.parameters(), *_list_state(optimizers)]
+    tensors = [*model.parameters(), *model.buffers(), *_list_state(optimizers)]
     return [(tensor, tensor.detach().clone()) for tensor in tensors]
 
 

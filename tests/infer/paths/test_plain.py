@@ -150,5 +150,8 @@ def test_kernels_are_used_only_for_what_they_know() -> None:
     assert told == "kernels do not support its routing.kv_capacity = 0.5"
     # a new field needs a decision here: kernels support it, or models with it do not use them
     names = {n for n in fields.flatten(ModelConfig().to_dict()) if not n.startswith("experts.")}
-    assert names - KNOWN_FIELDS == {"routing.kv_capacity", "routing.noise_gate"}
+    assert names - KNOWN_FIELDS == {
+        *("routing.kv_capacity", "routing.noise_gate", "routing.bias_rate"),
+        "routing.place_factor",
+    }
     assert names >= KNOWN_FIELDS
