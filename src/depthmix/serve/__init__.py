@@ -11,7 +11,8 @@
     gate       keys, hosts, and the size and pace of a body
     app        the routes
     server     sockets, slow connections, signals
+    ray        replicas in a Ray cluster
 
-The libraries are an extra: `pip install 'depthmix[serve]'`. Knows the engine's interface, and
-nothing of networks or of training.
+The libraries are an extra: `pip install 'depthmix[serve]'`; replicas need another, `ray`. Knows
+the engine's interface, and nothing of networks or of training.
 """

@@ -65,12 +65,15 @@ def make_app(
     key: str | None = None,
     hosts: Collection[str] | None = None,
     origins: Sequence[str] = (),
+    waits: bool = False,
 ) -> ASGIApp:
     """Everything behind the socket; the lanes' workers run while the app does.
 
-    `key`, `hosts` as for `Gate`; `origins` are the sites whose pages may call this server.
+    `key`, `hosts` as for `Gate`; `origins` are the sites whose pages may call this server. It has
+    started before the models are loaded, unless it `waits` for them.
     """
-    gate: ASGIApp = Gate(Service(lanes, limits).make_api(), limits, key=key, hosts=hosts)
+    service = Service(lanes, limits, waits=waits)
+    gate: ASGIApp = Gate(service.make_api(), limits, key=key, hosts=hosts)
     if not origins:
         return gate
     return CORSMiddleware(
@@ -84,10 +87,10 @@ def make_app(
 class Service:
     """What the routes share: the lanes, of which the first is the default, and the limits."""
 
-    def __init__(self, lanes: Sequence[Lane], limits: Limits) -> None:
+    def __init__(self, lanes: Sequence[Lane], limits: Limits, *, waits: bool = False) -> None:
         self.lanes = {lane.model.name: lane for lane in lanes}
         assert len(self.lanes) == len(lanes) > 0
-        self.default, self.limits = lanes[0], limits
+        self.default, self.limits, self.waits = lanes[0], limits, waits
         self._endpoints: set[str] = set()
 
     def make_api(self) -> FastAPI:
@@ -311,6 +314,11 @@ class Service:
         for lane in self.lanes.values():
             lane.worker.start()
         try:
+            if self.waits:
+                for lane in self.lanes.values():
+                    await lane.worker.wait_loaded()
+                    if lane.worker.error is not None:
+                        raise lane.worker.error
             yield
         finally:
             await asyncio.gather(*(lane.worker.stop() for lane in self.lanes.values()))
