@@ -21,7 +21,7 @@ CORE_TESTS := tests/nn tests/kernels tests/config tests/train/test_step.py \
 	tests/infer/paths/test_plain.py tests/test_budget.py tests/test_flops.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo reproduce-smoke test check format test-hf test-gpu coverage docs clean
+.PHONY: help demo reproduce-smoke results results-check test check format test-hf test-gpu coverage docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,12 @@ reproduce-smoke: $(STAMP) ## a small isoFLOP comparison on the CPU, and its repo
 	$(BIN)/depthmix report $(SMOKE)
 	@echo "the curves are in $(SMOKE)/report/report.html: open it in a browser"
 
+results: $(STAMP) ## write the tables and figures of results/ from the records of runs
+	$(BIN)/python benchmarks/results.py
+
+results-check: $(STAMP) ## fail where results/ does not say what the records give
+	$(BIN)/python benchmarks/results.py --check
+
 # The compiled and the slow ones apart, because torch.compile(fullgraph=True) fails under jaxtyping's
 # runtime checks, and they make what takes long take three times as long.
 PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
@@ -47,11 +53,12 @@ test: $(STAMP) ## run the tests and hold the core to 95% coverage
 	$(PYTEST) $(QUICK) $(addprefix --ignore=,$(CORE_TESTS))
 	$(PYTEST) $(REST)
 
-check: $(STAMP) ## everything CI runs: format, lint, types, import contracts, tests
+check: $(STAMP) ## everything CI runs: format, lint, types, import contracts, results, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyrefly check --summary=none
 	$(BIN)/lint-imports --no-logo
+	$(MAKE) results-check
 	$(MAKE) test
 
 format: $(STAMP) ## format the code and fix what ruff can fix

@@ -177,3 +177,19 @@ def test_a_variant_keeps_its_colour(tmp_path: Path) -> None:
     write_run(tmp_path / "c", {"routing.strategy": "stochastic"}, 3.0, budget=1e12)
     colors = number_colors(load_runs(tmp_path).rows)
     assert colors == {"dense": 0, "mod": 1, "stochastic learned gate": 2}
+
+
+def test_experts_stand_by_the_cost_of_a_forward_pass(tmp_path: Path) -> None:
+    moe = {**DENSE, "experts.strategy": "expert_choice", "experts.num_experts": 2}
+    for seed in (0, 1):
+        write_run(tmp_path / f"moe-{seed}", moe, 3.5, recipe={"seed": seed})
+    assert "experts" not in chart_folder(tmp_path)
+    write_run(tmp_path / "staged", {**moe, **MOD}, 3.4, causal=3.4)
+    (panel,) = take_panels(chart_folder(tmp_path)["experts"])
+    dots = take_series(panel, "dots")
+    assert {name: len(series.points) for name, series in dots.items()} == {
+        "moe": 2,
+        "mode staged": 1,
+    }
+    (row,) = (row for row in load_runs(tmp_path).rows if row.kind == "mode staged")
+    assert dots["mode staged"].points[0][:2] == (row.flops_per_token / 1e6, 3.4)

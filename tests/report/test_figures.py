@@ -22,6 +22,8 @@ from depthmix.report.figures import (
     Point,
     Series,
     draw_chart,
+    read_digest,
+    save_image,
     save_images,
 )
 
@@ -215,3 +217,17 @@ def test_ticks_are_inside_few_and_even(low: float, width: float) -> None:
     assert max(steps) == pytest.approx(min(steps), abs=1e-6 * abs(low) + 1e-9)
     digits = steps[0] / 10 ** math.floor(math.log10(steps[0]) + 1e-6)
     assert min(abs(digits - k) for k in (1, 2, 5)) < 1e-2
+
+
+def test_an_image_tells_what_it_shows(tmp_path: Path) -> None:
+    dots = [Point(1.0, 2.0), Point(3.0, 4.0)]
+    chart = Chart("a", "title", "", [Panel("", "x", "y", [Series("one", 0, "dots", dots)])])
+    save_image(chart, tmp_path / "a.png")
+    assert read_digest(tmp_path / "a.png") == chart.digest
+    # what rounding alone moves is the same picture
+    for y, same in ((4.0000000001, True), (4.01, False)):
+        moved = [Series("one", 0, "dots", [dots[0], Point(3.0, y)])]
+        other = chart._replace(panels=[Panel("", "x", "y", moved)])
+        assert (other.digest == chart.digest) == same
+    (tmp_path / "other.png").write_bytes(b"no picture")
+    assert read_digest(tmp_path / "other.png") is None

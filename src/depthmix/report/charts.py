@@ -15,6 +15,7 @@ from depthmix.units import HOUR, MINUTE, format_flops, format_number, format_pow
 CURVE_POINTS = 60
 # two dots show no relation: a sentence says the same
 MIN_DOTS = 3
+MEGA = 1e6
 # a curve is drawn a little beyond its sizes, so that its bend is seen
 CURVE_MARGIN = 0.08
 
@@ -31,6 +32,7 @@ def list_charts(rows: Sequence[Row], fits: Sequence[Fit]) -> list[Chart]:
         chart_relative_flops(fits, colors),
         chart_time(rows, fits, colors),
         chart_grid(fits),
+        chart_experts(fits, colors),
         chart_causal(rows, colors),
         chart_heads(fits, colors),
     )
@@ -204,6 +206,38 @@ def chart_grid(fits: Sequence[Fit]) -> Chart:
         "Capacity and frequency of routing",
         "The lowest mean loss among the sizes of each pair. A stronger colour is better; what is"
         " empty was not tried.",
+        panels,
+    )
+
+
+def chart_experts(fits: Sequence[Fit], colors: Colors) -> Chart:
+    """Experts with and without routing over depth, by the cost of a forward pass."""
+    panels = []
+    for budget in _list_budgets(fits):
+        here = [fit for fit in fits if fit.budget == budget]
+        if not any({"moe", "mode"} & set(fit.kind.split()) for fit in here):
+            continue
+        series = [
+            Series(
+                fit.variant,
+                colors[fit.variant],
+                "dots",
+                [
+                    _place(row.flops_per_token / MEGA, row)
+                    for size in fit.sizes
+                    for row in size.rows
+                ],
+            )
+            for fit in here
+        ]
+        if len(series) > 1 and sum(len(each.points) for each in series) >= MIN_DOTS:
+            labels = "forward MFLOP a token", "validation loss"
+            panels.append(Panel(_describe_budget(budget, fits), *labels, series))
+    return Chart(
+        "experts",
+        "Experts with and without depth",
+        "Every dot is a run. Staged MoDE routes whole blocks whose MLPs are experts; integrated"
+        " MoDE has experts that do nothing among the others.",
         panels,
     )
 

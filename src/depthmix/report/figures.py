@@ -4,7 +4,9 @@ Owns shapes, colours and marks. matplotlib makes both drawings from the same dat
 here, and only when something is drawn. Knows nothing of runs.
 """
 
+import hashlib
 import io
+import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +36,8 @@ STEPS = 1, 2, 5, 10
 MOST_LETTERS = 44
 """In a line of an image's legend: what fits below one panel."""
 DPI = 140
+NUM_COLORS = 256
+"""Of an image: its few colours, and how they blend at edges."""
 
 
 class Point(NamedTuple):
@@ -93,6 +97,13 @@ class Chart(NamedTuple):
     caption: str
     panels: Sequence[Panel | Grid]
 
+    @property
+    def digest(self) -> str:
+        """Says whether another chart shows the same; numbers by their first six digits."""
+        plain = json.dumps(self, default=str)
+        short = re.sub(r"-?\d+\.\d+(e[-+]?\d+)?", lambda number: f"{float(number[0]):.6g}", plain)
+        return hashlib.sha256(short.encode()).hexdigest()
+
     def list_legend(self) -> list[Series]:
         """The first series of each name, of all panels, by colour."""
         every = [s for panel in self.panels if isinstance(panel, Panel) for s in panel.series]
@@ -106,7 +117,8 @@ class NoMatplotlib(ValueError):  # noqa: N818
 
 def save_image(chart: Chart, path: Path) -> None:
     """Write a chart as a PNG image, with its title and its legend."""
-    columns = min(MOST_COLUMNS, len(chart.panels))
+    # four are a square
+    columns = 2 if len(chart.panels) == 4 else min(MOST_COLUMNS, len(chart.panels))
     rows = -(-len(chart.panels) // columns)
     width, height = columns * PANEL_INCHES[0], rows * PANEL_INCHES[1]
     legend = chart.list_legend()
@@ -126,7 +138,28 @@ def save_image(chart: Chart, path: Path) -> None:
             figure.legend(handles=handles, loc="outside lower center", **look)
         image = io.BytesIO()
         figure.savefig(image, format="png", dpi=DPI)
-    replace_file(path, image.getvalue())
+    replace_file(path, _shrink(image, chart.digest))
+
+
+def read_digest(path: Path) -> str | None:
+    """The digest of the chart that an image shows; None where it says none."""
+    found = re.search(rb"tEXtDigest\0([0-9a-f]{64})", path.read_bytes())
+    return None if found is None else found[1].decode()
+
+
+def _shrink(image: io.BytesIO, digest: str) -> bytes:
+    """The same picture in few colours, a third of the bytes, with a digest."""
+    # what matplotlib itself writes images by
+    from PIL import Image, PngImagePlugin
+
+    info = PngImagePlugin.PngInfo()
+    info.add_text("Digest", digest)
+    small = io.BytesIO()
+    plain = Image.open(image).convert("RGB")
+    plain.quantize(NUM_COLORS, dither=Image.Dither.NONE).save(
+        small, format="png", optimize=True, dpi=(DPI, DPI), pnginfo=info
+    )
+    return small.getvalue()
 
 
 def save_images(charts: Iterable[Chart], folder: Path) -> list[Path]:
