@@ -297,7 +297,6 @@ def write_controls() -> str:
             take_size(f"{plain}/mod-aux/w160-l12"),
         ),
         ("learned, by the token (token choice)", take_size(f"{plain}/token-choice/w160-l12")),
-        ("early exit", take_size(f"{plain}/early-exit/w160-l12")),
         ("at random, with a learned gate", take_size(f"{plain}/stochastic/w160-l12")),
         ("dense, 160 × 6", dense),
     )
@@ -311,6 +310,15 @@ def write_controls() -> str:
         ]
         for name, size in sizes
     ]
+    # a model of before, which this version refuses: only its loss is left
+    (loss,) = (
+        record["loss"] if record["loss_causal"] is None else record["loss_causal"]
+        for record in read_lines(RUNS / "controls.jsonl")
+        if "early-exit" in record["run"]
+    )
+    against = (f"{say_signed(100 * (loss / each.loss - 1), None)} %" for each in (learned, dense))
+    name = "early exit of before: tokens that left still passed every dense block"
+    rows.insert(3, [name, f"{loss:.3f}", f"{loss:.3f}", *against])
     return write_table(["choice", "loss", "mean", "against learned", "against dense"], rows)
 
 
