@@ -3,12 +3,15 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from depthmix.data.shards import Corpus
 from depthmix.kernels import linear_cross_entropy
 from depthmix.nn import Transformer, losses
 from depthmix.nn.losses import IGNORE, HeadLoss, RoutingLoss, language_model_loss, routing_loss
@@ -18,9 +21,12 @@ from depthmix.train.evaluate import (
     bits_per_byte,
     describe_routing,
     look_at_batch,
+    make_val_loader,
+    read_val_batches,
     validate,
 )
 from depthmix.train.step import Root
+from tiny_runs import write_data
 from variants import (
     NAMES,
     causal_cases,
@@ -260,3 +266,19 @@ def test_validation_leaves_the_model_alone() -> None:
     validate(Root(model), model.config, [make_batch(model)], None)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_validations_see_the_same_batches(tmp_path: Path) -> None:
+    shape = {"seq_len": 16, "batch_size": 2, "seed": 0}
+    corpus = Corpus.open(write_data(tmp_path / "data"))
+    loader = make_val_loader(corpus, shape)
+    assert loader is not None
+    first = list(read_val_batches(loader, 2))
+    again = list(read_val_batches(loader, 2))
+    assert len(first) == 2
+    for one, other in zip(first, again, strict=True):
+        assert np.array_equal(one.tokens, other.tokens)
+    most = loader.num_rows_per_epoch // 2
+    assert len(list(read_val_batches(loader, 10**6))) == most
+    assert len(list(read_val_batches(loader, 1))) == 1
+    assert make_val_loader(corpus, {**shape, "seq_len": 10**6}) is None

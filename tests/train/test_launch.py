@@ -18,11 +18,15 @@ from rich.console import Console
 
 from depthmix.checkpoint import folder as disk
 from depthmix.config import RunConfig, load_preset
+from depthmix.data.shards import Corpus
+from depthmix.data.tokenizer import train_tokenizer
 from depthmix.runs.folder import RunDir
 from depthmix.train import launch as launching
-from depthmix.train.launch import Launch, check_memory, launch
+from depthmix.train.launch import Launch, check_tokenizer, launch
 from depthmix.train.loop import Ending, Trainer
+from depthmix.train.memory import check_memory
 from depthmix.world import World
+from text_runs import write_text_run
 from tiny_runs import FIELDS, flip_byte, read_result, read_tree, write_data
 
 
@@ -368,3 +372,17 @@ def test_memory_is_looked_at_first() -> None:
     for model in (wide, load_preset("tiny", width=10**300)):
         with pytest.raises(ValueError, match=r"needs more than [0-9.]+ [A-Z]iB of memory and"):
             check_memory(RunConfig(model=model), world)
+
+
+def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    run = write_text_run(tmp_path)
+    corpus = Corpus.open(tmp_path / "data")
+    check_tokenizer(run, corpus)
+    check_tokenizer(tmp_path / "nowhere", corpus)
+    # written otherwise, it is still the same
+    text = (run / "tokenizer.json").read_text()
+    (run / "tokenizer.json").write_text(text + "\n")
+    check_tokenizer(run, corpus)
+    train_tokenizer(["other words entirely"], 280, parallel=False).save(str(run / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"another tokenizer .* prepare it with --tokenizer"):
+        check_tokenizer(run, corpus)

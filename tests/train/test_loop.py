@@ -17,11 +17,12 @@ from depthmix.budget import make_schedule
 from depthmix.checkpoint import collect_rng
 from depthmix.checkpoint import folder as disk
 from depthmix.config import RunConfig, load_preset
+from depthmix.data.loader import Loader
 from depthmix.data.shards import Corpus
 from depthmix.runs.folder import RunDir
 from depthmix.train import loop, parallel
 from depthmix.train.log import SilentLogger
-from depthmix.train.loop import Ending, Trainer
+from depthmix.train.loop import Ending, Trainer, move_batch
 from depthmix.train.meter import Meter
 from depthmix.train.step import StepLoss
 from depthmix.world import World
@@ -447,10 +448,12 @@ def test_what_fails_in_the_background_comes_up(data: Path, tmp_path: Path) -> No
 def test_what_processes_cannot_share_is_refused(data: Path) -> None:
     several = World(0, 2, torch.device("cpu"))
     adapted = make_schedule(make_run(trainable="lora", optimizer="adamw"))
-    with pytest.raises(ValueError, match=r"whole matrices, which 2 processes would share"):
+    with pytest.raises(
+        ValueError, match=r"whole matrices, which cannot be sharded over 2 processes"
+    ):
         Trainer(adapted, Corpus.open(data), several)
     shared = (
-        r"6 cannot be divided among 2 processes x train\.num_micro_batches=2: give a multiple of 4"
+        r"6 cannot be divided among 2 processes x train\.num_micro_batches=2: use a multiple of 4"
     )
     with pytest.raises(ValueError, match=shared):
         Trainer(
@@ -493,3 +496,13 @@ def test_compiled_blocks_learn_the_same(
     ]
     assert len(losses[0]) == 3
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_documents_come_where_they_are_told_apart(data: Path) -> None:
+    batch = Loader(Corpus.open(data).split("val"), seq_len=16, batch_size=2, seed=0).next()
+    tokens, targets, documents = move_batch(batch, torch.device("cpu"), document_mask=True)
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert documents is not None
+    assert documents.tolist() == batch.documents.tolist()
+    assert move_batch(batch, torch.device("cpu"), document_mask=False)[2] is None

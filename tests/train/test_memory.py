@@ -1,5 +1,6 @@
 """Plans for many GPUs: against what autograd saves, FSDP2's shards, torch's peak, sums by hand."""
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -19,6 +20,7 @@ from depthmix.train.memory import (
     Activations,
     Cluster,
     Group,
+    check_memory,
     count_activations,
     count_gathered,
     count_shards,
@@ -28,6 +30,7 @@ from depthmix.train.memory import (
 from depthmix.train.optim import make_optimizers
 from depthmix.train.parallel import compile_layers
 from depthmix.train.step import Root, TrainStep, compute_loss
+from depthmix.world import World
 from variants import NAMES, make_config
 
 NUM_ROWS, NUM_TOKENS = 2, 128
@@ -374,11 +377,11 @@ def test_one_gpu_shares_nothing() -> None:
 @pytest.mark.parametrize(
     ("fields", "cluster", "sentence"),
     [
-        ({"train.batch_size": 100}, Cluster(8), "shared by 8 GPUs: give a multiple of 8"),
+        ({"train.batch_size": 100}, Cluster(8), "among 8 GPUs: use a multiple of 8"),
         (
             {"train.num_micro_batches": 4},
             Cluster(512),
-            "512 GPUs x train.num_micro_batches=4: give a multiple of 2048",
+            "512 GPUs x train.num_micro_batches=4: use a multiple of 2048",
         ),
         ({"train.shard_size": 3}, Cluster(8), "train.shard_size = 3 must divide the 8 processes"),
         ({}, Cluster(0), "num gpus = 0 must be greater than 0"),
@@ -391,3 +394,15 @@ def test_what_could_not_run_is_refused(
     with pytest.raises(ValueError, match=sentence):
         estimate_run(make_run(**fields), cluster)
     assert not dist.is_initialized()
+
+
+def test_what_is_frozen_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, model = World(0, 1, torch.device("cpu")), load_preset("1b")
+    # 8 bytes for each parameter: no room for a gradient and a moment beside it
+    machine = {"SC_PAGE_SIZE": 8, "SC_PHYS_PAGES": flops.num_parameters(model).total}
+    monkeypatch.setattr(os, "sysconf", machine.__getitem__)
+    for trainable in ("routers", "lora"):
+        fields = {"train.trainable": trainable, "train.optimizer": "adamw"}
+        check_memory(RunConfig.from_overrides(model, fields), world)
+    with pytest.raises(ValueError, match="this needs more than"):
+        check_memory(RunConfig(model=model), world)

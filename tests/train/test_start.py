@@ -1,6 +1,5 @@
 """A run begins with the weights of another model, or with some of it frozen."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +7,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from depthmix import flops
 from depthmix.checkpoint.weights import load_weights
 from depthmix.config import RunConfig, load_preset
-from depthmix.data.shards import Corpus
-from depthmix.data.tokenizer import train_tokenizer
 from depthmix.models import StoredModel, open_model
 from depthmix.nn import Transformer
 from depthmix.runs.folder import RunDir
 from depthmix.train.launch import Launch, launch
 from depthmix.train.optim import make_optimizers
-from depthmix.train.start import check_memory, check_tokenizer, freeze, load_start
-from depthmix.world import World
-from text_runs import write_text_run
+from depthmix.train.start import freeze, load_start
 from tiny_runs import FIELDS, write_data
 from variants import make_config
 
@@ -107,18 +101,6 @@ def test_freezing_by_hand() -> None:
         freeze(Transformer(make_config("dense")), "routers")
 
 
-def test_what_is_frozen_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, model = World(0, 1, torch.device("cpu")), load_preset("1b")
-    # 8 bytes for each parameter: no room for a gradient and a moment beside it
-    machine = {"SC_PAGE_SIZE": 8, "SC_PHYS_PAGES": flops.num_parameters(model).total}
-    monkeypatch.setattr(os, "sysconf", machine.__getitem__)
-    for trainable in ("routers", "lora"):
-        fields = {"train.trainable": trainable, "train.optimizer": "adamw"}
-        check_memory(RunConfig.from_overrides(model, fields), world)
-    with pytest.raises(ValueError, match="this needs more than"):
-        check_memory(RunConfig(model=model), world)
-
-
 def test_what_was_done_is_told() -> None:
     dense, routed = (Transformer(make_config(name)) for name in ("dense", "mod"))
     given = StoredModel(Path("there"), dense.config, "depthmix", lambda: dict(dense.state_dict()))
@@ -129,17 +111,3 @@ def test_what_was_done_is_told() -> None:
     ours, theirs = dense.state_dict(), routed.state_dict()
     name = "mlp.w_up.weight"
     assert torch.equal(ours[f"layers.1.{name}"], theirs[f"layers.1.block.{name}"])
-
-
-def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    run = write_text_run(tmp_path)
-    corpus = Corpus.open(tmp_path / "data")
-    check_tokenizer(run, corpus)
-    check_tokenizer(tmp_path / "nowhere", corpus)
-    # written otherwise, it is still the same
-    text = (run / "tokenizer.json").read_text()
-    (run / "tokenizer.json").write_text(text + "\n")
-    check_tokenizer(run, corpus)
-    train_tokenizer(["other words entirely"], 280, parallel=False).save(str(run / "tokenizer.json"))
-    with pytest.raises(ValueError, match=r"another tokenizer .* prepare it with --tokenizer"):
-        check_tokenizer(run, corpus)

@@ -1,10 +1,11 @@
 """How good a model is on held-out text, under every selector that matters, and what routers do.
 
-Knows nothing of optimisers, schedules or where numbers go.
+Owns which rows of the validation split these are. Knows nothing of optimisers, schedules or where
+numbers go.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +13,32 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthmix.config import ModelConfig
+from depthmix.data.loader import Batch, Loader
+from depthmix.data.shards import Corpus
 from depthmix.nn import Transformer
 from depthmix.nn.losses import IGNORE, routing_loss, token_loss
 from depthmix.nn.routing import Routing
 from depthmix.nn.transformer import Hidden
-from depthmix.train.batches import TokenBatch
 
 # logits of so many tokens at once
 CHUNK_TOKENS = 4096
+
+TokenBatch = tuple[Int[Tensor, "B T"], Int[Tensor, "B T"], Int[Tensor, "B T"] | None]
+
+
+def make_val_loader(corpus: Corpus, shape: dict[str, Any]) -> Loader | None:
+    """The validation split in its own order; None where it is shorter than one row."""
+    split = corpus.split("val")
+    if split.num_tokens <= shape["seq_len"]:
+        return None
+    return Loader(split, **shape, shuffle=False)
+
+
+def read_val_batches(loader: Loader, num_batches: int) -> Iterator[Batch]:
+    """The same first batches every time, at least one and at most a whole epoch."""
+    loader.position = 0
+    for _ in range(min(num_batches, max(1, loader.num_rows_per_epoch // loader.batch_size))):
+        yield loader.next()
 
 
 @torch.no_grad()

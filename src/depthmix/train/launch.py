@@ -1,6 +1,7 @@
 """From a command to a training and back: data, run folder, world, and what is said at the end.
 
-Owns how a run is started and resumed, and that a start which comes to nothing leaves nothing.
+Owns how a run is started and resumed, which data is refused, and that a start which comes to
+nothing leaves nothing.
 Knows nothing of steps.
 """
 
@@ -22,14 +23,15 @@ from depthmix.config import RunConfig
 from depthmix.data.default import find_cache, prepare_default
 from depthmix.data.manifest import read_manifest
 from depthmix.data.prepare import DEFAULT_VOCAB_SIZE, show_progress
-from depthmix.data.tokenizer import SMALLEST_VOCABULARY
+from depthmix.data.shards import Corpus
+from depthmix.data.tokenizer import SMALLEST_VOCABULARY, TOKENIZER_FILE, load_tokenizer
 from depthmix.files import replace_file
 from depthmix.models import StoredModel, open_model
 from depthmix.models.chat import write_chat
 from depthmix.runs.folder import RunDir, State, collect_provenance, name_run
 from depthmix.train.log import READER_GONE
 from depthmix.train.loop import Ending, Trainer
-from depthmix.train.start import check_memory, check_tokenizer, open_corpus
+from depthmix.train.memory import check_memory
 from depthmix.units import format_count, format_number
 from depthmix.world import World, open_world
 
@@ -244,6 +246,32 @@ def _lock(folder: RunDir, world: World) -> Iterator[None]:
     with ExitStack() as stack:
         world.do_first(lambda: stack.enter_context(folder.lock()))
         yield
+
+
+def open_corpus(folder: Path, run: RunConfig) -> Corpus:
+    """A data folder whose files are whole and whose ids the model has."""
+    corpus = Corpus.open(folder, verify="auto")
+    if corpus.vocab_size > run.model.vocab_size:
+        raise ValueError(
+            f"{folder} has ids up to {corpus.vocab_size - 1}, and the model's vocab_size is "
+            f"{run.model.vocab_size}: add vocab_size={corpus.vocab_size}"
+        )
+    return corpus
+
+
+def check_tokenizer(source: Path, corpus: Corpus) -> None:
+    """Refuse data whose ids mean something else to the weights that a run begins with."""
+    name = corpus.manifest.tokenizer
+    if name is None or not (source / TOKENIZER_FILE).is_file():
+        return
+    if (source / TOKENIZER_FILE).read_bytes() == (corpus.folder / name).read_bytes():
+        return
+    ours, theirs = (load_tokenizer(p).get_vocab() for p in (corpus.folder / name, source))
+    if ours != theirs:
+        raise ValueError(
+            f"the data in {corpus.folder} was made by another tokenizer than {source}'s, so its "
+            f"ids mean other words: prepare it with --tokenizer {source}"
+        )
 
 
 def _prepare_default(console: Console, run: RunConfig) -> Path:

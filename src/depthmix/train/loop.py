@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -27,9 +28,14 @@ from depthmix.models import StoredModel
 from depthmix.nn import Transformer
 from depthmix.runs.folder import RunDir, State
 from depthmix.train import parallel
-from depthmix.train.batches import TokenBatch, make_val_loader, move_batch, read_val_batches
 from depthmix.train.distill import open_distillation
-from depthmix.train.evaluate import bits_per_byte, validate
+from depthmix.train.evaluate import (
+    TokenBatch,
+    bits_per_byte,
+    make_val_loader,
+    read_val_batches,
+    validate,
+)
 from depthmix.train.log import Logger, SilentLogger
 from depthmix.train.lora import add_adapters, collect_parts, restore_parts
 from depthmix.train.meter import Meter, MetricSums, check_finite
@@ -306,6 +312,20 @@ class Trainer:
         # a higher capacity is easily better: only what was asked for is compared
         is_final = self.stage is self.schedule.stages[-1]
         self.checkpoints.save(step, tensors, state, score=score if is_final else None)
+
+
+def move_batch(batch: Batch, device: torch.device, *, document_mask: bool) -> TokenBatch:
+    """A batch as tensors on a device; without the mask, a row is one document."""
+    arrays = (batch.tokens, batch.targets, batch.documents if document_mask else None)
+    tensors = [None if a is None else torch.from_numpy(a.astype(np.int64)) for a in arrays]
+    if device.type == "cuda":
+        tensors = [
+            None if t is None else t.pin_memory().to(device, non_blocking=True) for t in tensors
+        ]
+    tokens, targets, documents = tensors
+    assert tokens is not None
+    assert targets is not None
+    return tokens, targets, documents
 
 
 def _choose_shown(record: dict[str, Any], budget: int | float) -> dict[str, Any]:

@@ -4,23 +4,29 @@ Shards are counted on a model that FSDP2 really cut, without its memory and with
 processes. What a step keeps for its backward pass is the sum of the tensors that autograd saves in
 each kind of layer, which the tests hold to what it saves on small models. All else is arithmetic on
 these sizes (docs/scaling.md says what was checked, and how near it came). Knows nothing of a real
-device.
+device, but to refuse what cannot fit there.
 """
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
 
 from depthmix import flops
 from depthmix.config import ModelConfig, Recipe, RunConfig, num_kept
 from depthmix.kernels.cross_entropy import CHUNK_TOKENS
 from depthmix.units import format_bytes, format_number, format_seconds
+from depthmix.world import World
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 FLOAT32 = 4
+# as much as can be written as a number with a unit
+LARGEST_BYTES = 2**70
 
 
 class Activations(NamedTuple):
@@ -387,7 +393,6 @@ def _find_shard_size(recipe: Recipe, num_gpus: int) -> int:
 
 def count_shards(run: RunConfig, num_gpus: int, rank: int = 0) -> list[Group]:
     """What FSDP2 makes of a model on so many GPUs: one without memory, cut for real."""
-    import torch
     from torch.distributed.fsdp import FSDPModule
 
     from depthmix.nn import Transformer
@@ -498,3 +503,26 @@ def _time_rings(
         rate = min(rate, min(per_node, num_ranks) * cluster.network_bytes_per_second)
     turn = (num_ranks - num_nodes) * STEP_SECONDS + (num_nodes - 1) * NODE_STEP_SECONDS
     return num_bytes / rate + num_rings * turn
+
+
+def check_memory(run: RunConfig, world: World) -> None:
+    """Refuse what cannot fit, before the system kills the process for trying."""
+    # a bound from below: weights in float32, where they learn also a gradient and a moment, and
+    # what enters each block
+    num_tokens = run.tokens_per_step // run.train.num_micro_batches // world.size
+    needed = 2 * num_tokens * run.model.width * run.model.num_layers
+    try:
+        each = 12 if run.train.trainable == "all" else 4
+        needed += each * flops.num_parameters(run.model).total // world.size
+    except OverflowError:
+        needed = LARGEST_BYTES
+    if world.device.type == "cuda":
+        present = torch.cuda.get_device_properties(world.device).total_memory
+    else:
+        present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > present:
+        size = format_bytes(min(needed, LARGEST_BYTES))
+        raise ValueError(
+            f"this needs more than {size} of memory and there are {format_bytes(present)}: take a "
+            f"smaller model, a smaller train.batch_size or a larger train.num_micro_batches"
+        )
