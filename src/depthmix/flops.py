@@ -263,9 +263,11 @@ def list_matrices(config: ModelConfig) -> list[tuple[int, int]]:
     attention = [(mixed + stored, width), (stored, width), (width, mixed)]
     num_in = 2 if config.mlp == "swiglu" else 1
     mlp = [*num_in * [(shape.mlp_width, width)], (width, shape.mlp_width)]
+    count, hidden = config.experts.num_experts, shape.expert_width
+    experts = [*count * [(width, num_in * hidden)], *count * [(hidden, width)]]
     found: list[tuple[int, int]] = []
     for block in list_blocks(config):
-        found += attention if block.has_experts else attention + mlp
+        found += attention + (experts if block.has_experts else mlp)
     return found
 
 

@@ -178,6 +178,13 @@ def test_ten_steps_are_five_and_five(
     assert read_result(tmp_path / "parts") == read_result(tmp_path / "whole")
 
 
+def test_state_of_another_optimiser_is_refused(data: Path, tmp_path: Path) -> None:
+    """Stacks of experts were once trained by AdamW where Muon trains them now."""
+    stop_at(make_trainer(make_run(optimizer="adamw"), data, tmp_path / "run"), 5)
+    with pytest.raises(ValueError, match=r"AdamW's state .* that Muon trains now"):
+        make_trainer(make_run(optimizer="muon"), data, tmp_path / "run")
+
+
 def spy_rates(trainer: Trainer) -> list[list[float]]:
     """Every group's learning rate over its scale, as each step's update has it."""
     seen: list[list[float]] = []

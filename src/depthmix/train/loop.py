@@ -39,7 +39,7 @@ from depthmix.train.evaluate import (
 from depthmix.train.log import Logger, SilentLogger
 from depthmix.train.lora import add_adapters, collect_parts, restore_parts
 from depthmix.train.meter import Meter, MetricSums, check_finite
-from depthmix.train.optim import make_optimizers, set_rates
+from depthmix.train.optim import check_state, make_optimizers, set_rates
 from depthmix.train.start import freeze, load_start
 from depthmix.train.step import Root, TrainStep
 from depthmix.world import World
@@ -146,6 +146,7 @@ class Trainer:
         tensors = collect_parts(self.model, self.optimizers)
         state = self.checkpoints.load(found, tensors)
         restore_parts(self.model, self.optimizers, tensors)
+        check_state(self.optimizers)
         self.num_done, self.val, self.loss = found.step, state["val"], state.get("loss")
         self._set_stage(max(0, found.step - 1))
         self.meter.load_state_dict(state.get("meter", {}))

@@ -1,4 +1,4 @@
-"""torch's Muon for steps that are recorded, and for sharded matrices: those of a shape at once.
+"""Muon for steps that are recorded, stacks, and sharded matrices: those of a shape at once.
 
 Owns the exchange that makes whole matrices of sharded ones: each process gets every n-th and gives
 its parts back, so the products are shared out like everything else, and each matrix is sent twice.
@@ -15,22 +15,24 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
+from torch.optim import Optimizer
+
+# of each iteration of Newton and Schulz, as torch's Muon has them
+COEFFICIENTS = (3.4445, -4.775, 2.0315)
+NUM_ITERATIONS = 5
+EPS = 1e-7
 
 
-class Muon(torch.optim.Muon):
-    """The same updates, with AdamW's size, from a few large products instead of many small ones.
+class Muon(Optimizer):
+    """The updates of torch's Muon, with AdamW's size, from a few large products.
 
     torch's own goes through the matrices one by one, and its rates are numbers, which a recorded
-    step would keep for good. Matrices that processes share are shared out whole for the products.
+    step would keep for good. Here a parameter may be a stack of matrices, such as experts' weights.
+    Matrices that processes share are shared out whole for the products.
     """
 
     def __init__(self, params: Any, *, weight_decay: float, momentum: float) -> None:
-        super().__init__(
-            params,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            adjust_lr_fn="match_rms_adamw",
-        )
+        super().__init__(params, {"lr": 1e-3, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore
@@ -40,9 +42,10 @@ class Muon(torch.optim.Muon):
             by_shape = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    by_shape[tuple(sorted(parameter.shape))].append(parameter)
+                    *stacked, rows, columns = parameter.shape
+                    by_shape[(*stacked, *sorted((rows, columns)))].append(parameter)
             for shape, parameters in by_shape.items():
-                self._update(parameters, max(shape), group)
+                self._update(parameters, shape[-1], group)
 
     def _update(self, parameters: list[Tensor], longest: int, group: dict[str, Any]) -> None:
         gradients = [_get_own(p.grad) for p in parameters if p.grad is not None]
@@ -58,38 +61,32 @@ class Muon(torch.optim.Muon):
         size = group["lr"] * 0.2 * math.sqrt(longest)
         if _is_shared(parameters[0]):
             exchange = Exchange(parameters)
-            updates = exchange.scatter(_find_updates(exchange.gather(ahead), size, group))
+            updates = exchange.scatter(_find_updates(exchange.gather(ahead), size))
         else:
-            updates = _find_updates(ahead, size, group)
+            updates = _find_updates(ahead, size)
         own = [_get_own(parameter) for parameter in parameters]
         torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_sub_(own, updates)
 
 
-def _find_updates(
-    matrices: Sequence[Tensor], size: float | Tensor, group: dict[str, Any]
-) -> list[Tensor]:
-    """The updates of matrices of one shape, lying or standing; of none where there are none."""
+def _find_updates(matrices: Sequence[Tensor], size: float | Tensor) -> list[Tensor]:
+    """The updates of matrices, or stacks of them, of one shape, each lying or standing."""
     if not matrices:
         return []
     wide = torch.stack([_lay_wide(matrix) for matrix in matrices])
-    update = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
-    update = update.to(wide.dtype) * size
-    return [u.T if _is_tall(m) else u for m, u in zip(matrices, update, strict=True)]
+    update = orthogonalize(wide.flatten(0, -3)).view_as(wide).to(wide.dtype) * size
+    return [u.mT if _is_tall(m) else u for m, u in zip(matrices, update, strict=True)]
 
 
 def orthogonalize(
     matrices: Float[Tensor, "n short long"],
-    coefficients: tuple[float, float, float],
-    num_steps: int,
-    eps: float,
 ) -> Float[Tensor, "n short long"]:
     """Matrices with the same singular vectors and singular values near 1, by Newton and Schulz."""
-    a, b, c = coefficients
+    a, b, c = COEFFICIENTS
     # a CPU may not have products in bf16
     x = matrices.bfloat16() if matrices.is_cuda else matrices
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
-    for _ in range(num_steps):
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
+    for _ in range(NUM_ITERATIONS):
         gram = x @ x.mT
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, gram, x, beta=a)
@@ -107,11 +104,11 @@ def _get_own(tensor: Any) -> Tensor:
 
 
 def _is_tall(matrix: Tensor) -> bool:
-    return matrix.shape[0] > matrix.shape[1]
+    return matrix.shape[-2] > matrix.shape[-1]
 
 
 def _lay_wide(matrix: Tensor) -> Tensor:
-    return matrix.T if _is_tall(matrix) else matrix
+    return matrix.mT if _is_tall(matrix) else matrix
 
 
 Shape = tuple[int, ...]

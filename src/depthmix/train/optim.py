@@ -55,8 +55,20 @@ def group_parameters(model: Transformer) -> dict[str, list[nn.Parameter]]:
 
 
 def list_muon(model: Transformer) -> list[nn.Parameter]:
-    """What Muon trains, where it is asked for: stacks of experts, no matrices, stay with AdamW."""
-    return [p for p in group_parameters(model)["matrices"] if p.ndim == 2]
+    """What Muon trains, where it is asked for; stacks of experts are matrices of the same shape."""
+    return group_parameters(model)["matrices"]
+
+
+def check_state(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse restored state that another optimiser made, such as AdamW's of stacks of experts."""
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Muon):
+            continue
+        if any(state.keys() - {"momentum_buffer"} for state in optimizer.state.values()):
+            raise ValueError(
+                "this checkpoint has AdamW's state for matrices that Muon trains now, as stacks of "
+                "experts once were: start a new run from its weights with depthmix train --from"
+            )
 
 
 def make_optimizers(
@@ -75,13 +87,12 @@ def make_optimizers(
     groups = {name: params for name, params in group_parameters(model).items() if params}
     optimizers: list[Optimizer] = []
     if recipe.optimizer == "muon":
-        flat = list_muon(model)
-        groups["matrices"] = [p for p in groups.get("matrices", []) if p.ndim != 2]
-        if not flat:
+        matrices = groups.pop("matrices", [])
+        if not matrices:
             raise ValueError("train.optimizer = muon has no matrix to train here: use adamw")
         # all directions of its updates are of one size, so outputs change by √width, not by width
         by_root = math.sqrt(MUON_WIDTH / model.config.width)
-        group = {"params": flat, "scale": by_root if recipe.scale_by_width else 1.0}
+        group = {"params": matrices, "scale": by_root if recipe.scale_by_width else 1.0}
         optimizers.append(Muon([group], weight_decay=recipe.weight_decay, momentum=MUON_MOMENTUM))
     optimizers.append(
         torch.optim.AdamW(
