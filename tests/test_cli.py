@@ -284,7 +284,7 @@ def test_from_text_to_a_finished_run(here: Path, capsys: pytest.CaptureFixture[s
     assert re.search(rf"^{run.name}  step 4/4  loss \d", printed, re.MULTILINE)
     assert printed.splitlines()[-1].startswith("finished, validation loss ")
     assert main(["train", "--resume", str(run)]) == 0
-    assert "nothing left to do; a larger --steps extends it" in capsys.readouterr().out
+    assert "already finished (4 steps); a larger --steps extends it" in capsys.readouterr().out
     assert main(["runs"]) == 0
     assert re.search(rf"^runs/{run.name}\s.* 4/4 +finished ", capsys.readouterr().out, re.MULTILINE)
     assert main(["runs", "--json"]) == 0
@@ -297,7 +297,10 @@ def test_a_finished_run_is_extended(
     assert main([*SHORT, "--data", str(data), "--out", "run"]) == 0
     for args, sentence in (
         (("--steps", "0"), "--steps 0 must be greater than 0"),
-        (("--steps", "4"), "'run' has done 4 steps and this budget allows 4: give more to extend"),
+        (
+            ("--steps", "4"),
+            "'run' has already done 4 steps, but this budget allows 4: give a larger",
+        ),
         (("train.seed=3",), "--resume takes the model, its fields and the folder from the run"),
     ):
         before = read_tree(here)

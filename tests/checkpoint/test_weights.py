@@ -117,7 +117,7 @@ def test_paths_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"\x80\x02}q\x00.")
     with pytest.raises(ValueError, match="is not a sound safetensors file"):
         load_weights(tmp_path / "model.pt")
-    with pytest.raises(ValueError, match="is a file: give a run's folder"):
+    with pytest.raises(ValueError, match="is a file: name the folder of a run"):
         load_model(tmp_path / "model.pt")
     (tmp_path / "model.rank-00000-of-00002.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="is one rank's share"):

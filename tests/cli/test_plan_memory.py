@@ -29,8 +29,8 @@ def test_a_column_for_each_number_of_gpus(capsys: pytest.CaptureFixture[str]) ->
     assert re.search(r"sequences at a time +8 +1 ", printed)
     assert re.search(r"fits 80 GB +yes +yes", printed)
     # a table says at once that nothing in it was measured
-    assert "64 x 64 tokens a step; nothing here was measured on GPUs" in printed
-    assert "Assumed: 400 TFLOP/s of a GPU, nodes of 8, 450 GB/s inside, 50 GB/s" in printed
+    assert "64 x 64 tokens per step; nothing here was measured on GPUs" in printed
+    assert "Assumed: 400 TFLOP/s per GPU, nodes of 8, 450 GB/s inside, 50 GB/s" in printed
     assert max(map(len, printed.splitlines()[1:-1])) <= 80
 
 

@@ -103,7 +103,7 @@ def test_upcycle_then_heal(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["upcycle", str(dense), *out, *SMALL]) == 0
     write_chat(run, Chat("{{ messages }}", (7,)))
     assert main(["train", "--resume", str(run)]) == 2
-    assert "was upcycled, not trained: begin with --from" in capsys.readouterr().err
+    assert "was upcycled and not trained yet: start with --from" in capsys.readouterr().err
     text = tmp_path / "text.txt"
     text.write_text("<|endoftext|>".join(f"line {i} says {i * i}\n" for i in range(400)))
     command = ["prepare", str(text), "--out", str(data), "--workers", "1"]
@@ -174,7 +174,7 @@ def test_heal_by_adapters_then_use_it_as_any_run(
     # two blocks of 4 · (in + out) for each matrix, and what decides
     widths = (32 + 48, 32 + 16, 32 + 32, 32 + 48, 32 + 48, 48 + 32)
     learn = 2 * (4 * sum(widths) + 32 + 8 * 32 + 8 + 1)
-    assert f"parameters ({learn / 1000:.2f} K learn), 2 steps" in capsys.readouterr().out
+    assert f"parameters ({learn / 1000:.2f} K trained), 2 steps" in capsys.readouterr().out
 
     assert main(["sample", str(healed), "--prompt", "line", "--max-tokens", "5", "--json"]) == 0
     assert main(["eval", str(healed), "--text", str(text), "--device", "cpu"]) == 0

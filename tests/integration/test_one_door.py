@@ -98,7 +98,7 @@ def test_a_checkpoints_tokenizer_is_checked_as_its_runs(
     for path in models.places.values():
         place = ("--data", data, "--out", str(tmp_path / "on"), "--device", "cpu")
         assert main(["train", "--from", str(path), *place, "train.batch_size=2"]) == 2
-        assert "was made by another tokenizer than" in capsys.readouterr().err
+        assert "was prepared with another tokenizer than" in capsys.readouterr().err
 
 
 def test_a_dense_folder_is_a_model_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +132,7 @@ def test_what_is_no_model_is_told_alike(
         for path, told in (
             (tmp_path / "nowhere", "there is no run or model at"),
             (tmp_path / "empty", "is not a model: it has neither"),
-            (tmp_path / "file", "is a file: give a run's folder"),
+            (tmp_path / "file", "is a file: name the folder of a run"),
         ):
             assert main([verb, str(path), *options]) == 2
             err = capsys.readouterr().err

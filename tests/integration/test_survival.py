@@ -177,7 +177,8 @@ def test_a_second_ctrl_c_stops_at_once(server: Server, data: Path, tmp_path: Pat
     ended = server.wait()
     assert ended.code == 130
     assert ended.err == (
-        f"stopped at once; from the last checkpoint, resume with: depthmix train --resume {run}\n"
+        "stopped at once; to continue from the last checkpoint, resume with: "
+        f"depthmix train --resume {run}\n"
     )
     status = RunDir.open(run).read_json("status.json")
     assert (status["state"], "Ctrl-C" in status["reason"]) == ("interrupted", True)

@@ -149,14 +149,14 @@ def test_what_is_no_model_is_told(run: Path, exported: Path, tmp_path: Path) -> 
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     for path, told in (
-        (tmp_path / "nowhere", "^there is no run or model at .*nowhere': give a run's folder"),
+        (tmp_path / "nowhere", "^there is no run or model at .*nowhere': name the folder of a run"),
         (tmp_path / "emty", "there is no run or model at .*: .* Did you mean 'empty'"),
-        (tmp_path / "file", "is a file: give a run's folder, of one of its checkpoints"),
+        (tmp_path / "file", "is a file: name the folder of a run, of one of its checkpoints"),
         (
             tmp_path / "empty",
             r"is not a model: it has neither a run's config\.toml nor a config\.json",
         ),
-        (run.parent, "is not a run, but contains 1: name one"),
+        (run.parent, "is not a run, but contains 1: choose one"),
         (run / "checkpoints", "is part of the run .*: give that folder instead"),
         (run / "checkpoints" / "step-00000009", "is part of the run"),
     ):

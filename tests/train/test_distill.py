@@ -105,9 +105,9 @@ def test_teachers_that_know_other_tokens_are_refused() -> None:
     run = RunConfig.from_overrides(make_config("mod"), {"train.teacher": "teacher"})
     cpu = torch.device("cpu")
     assert open_distillation(make_source(), run, cpu).weight == 1.0
-    with pytest.raises(ValueError, match="teacher has 65 ids and this model 64"):
+    with pytest.raises(ValueError, match="teacher has 65 ids, but this model has 64"):
         open_distillation(make_source(vocab_size=65), run, cpu)
-    with pytest.raises(ValueError, match=r"knows 8 positions: give train.seq_len=8"):
+    with pytest.raises(ValueError, match=r"has 8 positions: use train.seq_len=8"):
         open_distillation(make_source(max_seq_len=8), run, cpu)
 
 

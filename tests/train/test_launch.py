@@ -203,7 +203,7 @@ def test_a_failure_after_the_first_step_is_kept(
 def test_a_second_ctrl_c_says_how_to_go_on(data: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fail_at(patch, 3, KeyboardInterrupt())
-        told = "stopped at once; from the last checkpoint, resume with: depthmix train --resume "
+        told = "to continue from the last checkpoint, resume with: depthmix train --resume "
         plan = Launch(run=make_run(), data=data, out=tmp_path / "my run")
         refuse(plan, f"{told}'{tmp_path}/my run'", KeyboardInterrupt)
     assert RunDir.open(tmp_path / "my run").read_json("status.json")["state"] == "interrupted"
@@ -218,10 +218,7 @@ def test_a_resumed_run_tells_its_starts(stopped: Path) -> None:
     before = read_tree(stopped)
     (outcome, _), printed = say(Launch(resume=stopped))
     assert (outcome.state, outcome.step) == ("finished", 10)
-    assert printed == (
-        f"{stopped} is finished (10 steps), there is nothing left to do; a larger --steps extends "
-        f"it\n"
-    )
+    assert printed == (f"{stopped} is already finished (10 steps); a larger --steps extends it\n")
     assert read_tree(stopped) == before
 
 
@@ -232,7 +229,10 @@ def test_a_finished_run_can_be_extended(data: Path, tmp_path: Path) -> None:
     say(Launch(run=make_run(**same), data=data, out=tmp_path / "whole"))
     before = read_tree(tmp_path / "run")
     for budget in ({"train.steps": 6}, {"train.steps": 3}, {"train.tokens": 200}):
-        refuse(Launch(resume=tmp_path / "run", budget=budget), r"has done 6 steps and .* allows")
+        refuse(
+            Launch(resume=tmp_path / "run", budget=budget),
+            r"has already done 6 steps, but .* allows",
+        )
     assert read_tree(tmp_path / "run") == before
     (outcome, folder), printed = say(
         Launch(resume=tmp_path / "run", budget={"train.tokens": 10 * 2 * 16})
@@ -331,7 +331,10 @@ def test_data_must_be_what_it_was(data: Path, stopped: Path, tmp_path: Path) -> 
     mine = shutil.copytree(data, tmp_path / "data")
     before = read_tree(stopped)
     other = write_data(tmp_path / "other", seed=1)
-    refuse(Launch(resume=stopped, data=other), r"other is not what .*stopped was trained on: give")
+    refuse(
+        Launch(resume=stopped, data=other),
+        r"other is not the data that .*stopped was trained on: give",
+    )
     flip_byte(mine / "val-00000.bin", 5)
     refuse(Launch(resume=stopped, data=mine), r"val-00000\.bin has changed .*sha256")
     os.truncate(mine / "train-00000.idx", 8)
@@ -350,7 +353,7 @@ def test_data_that_is_gone(data: Path, tmp_path: Path, monkeypatch: pytest.Monke
     interrupt_at(monkeypatch, 3)
     say(Launch(run=make_run(), data=mine, out=run))
     shutil.rmtree(mine)
-    refuse(Launch(resume=run), r"data was in .* no longer there: put it back, .* with --data")
+    refuse(Launch(resume=run), r"data in .* no longer there: restore it, .* with --data")
     # the default corpus is in a cache, which may be emptied, and is made again
     monkeypatch.setenv("DEPTHMIX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(launching, "prepare_default", lambda vocab_size, progress: data)
@@ -361,7 +364,7 @@ def test_advice_at_the_start(data: Path, tmp_path: Path) -> None:
     wide = load_preset("tiny", width=16, vocab_size=96, max_seq_len=1000)
     run = RunConfig.from_overrides(wide, {"train.steps": 1, "train.batch_size": 1})
     _, printed = say(Launch(run=run, data=data, out=tmp_path / "run"))
-    assert "room for 96 ids and the data uses 64: vocab_size=64 would save compute\n" in printed
+    assert "model has 96 ids and the data uses 64: vocab_size=64 would save compute\n" in printed
     assert "\nthe validation split is too short for one sequence: no validation\n" in printed
 
 
@@ -384,5 +387,5 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     (run / "tokenizer.json").write_text(text + "\n")
     check_tokenizer(run, corpus)
     train_tokenizer(["other words entirely"], 280, parallel=False).save(str(run / "tokenizer.json"))
-    with pytest.raises(ValueError, match=r"another tokenizer .* prepare it with --tokenizer"):
+    with pytest.raises(ValueError, match=r"another tokenizer .* prepare it again with --tokenizer"):
         check_tokenizer(run, corpus)

@@ -367,7 +367,7 @@ def poison(trainer: Trainer, value: float) -> Callable[[], None]:
     ("recipe", "sentence"),
     [
         # seen in the weights at the step itself, in the losses' mean only later
-        ({"checkpoint_every": 2}, "weights stopped being finite by step 4"),
+        ({"checkpoint_every": 2}, "weights not finite by step 4"),
         ({"checkpoint_every": 5, "log_every": 9}, "total_loss and grad_norm .* by step 5"),
         ({"checkpoint_every": 6}, "total_loss and grad_norm .* by step 6"),
         ({}, "total_loss and grad_norm .* by step 6"),

@@ -226,7 +226,7 @@ def test_a_gpu_is_not_waited_for_until_a_reading(
 @pytest.mark.parametrize("name", ["total_loss", "grad_norm", "weights"])
 def test_what_must_be_finite(name: str) -> None:
     check_finite({"total_loss": 1.0, "grad_norm": 2.0, "elsewhere": math.nan}, 7)
-    with pytest.raises(ValueError, match=f"diverged: {name} stopped being finite by step 7; "):
+    with pytest.raises(ValueError, match=f"diverged: {name} not finite by step 7; "):
         check_finite({"total_loss": 1.0, name: math.inf}, 7)
 
 

@@ -97,7 +97,7 @@ def test_freezing_by_hand() -> None:
     assert sum(len(group["params"]) for group in adamw.param_groups) == len(learning)
     with pytest.raises(ValueError, match="muon has no matrix to train"):
         make_optimizers(model, make_run(**{"train.optimizer": "muon"}).train)
-    with pytest.raises(ValueError, match="needs a model that routes"):
+    with pytest.raises(ValueError, match="needs a model with routed blocks"):
         freeze(Transformer(make_config("dense")), "routers")
 
 

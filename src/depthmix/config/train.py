@@ -224,7 +224,7 @@ class RunConfig:
             )
         if adapted and self.train.lora_blocks == "routed" and not self.model.routed_layers:
             raise ValueError(
-                "train.lora_blocks = routed needs blocks that route: give train.lora_blocks=all"
+                "train.lora_blocks = routed needs routed blocks: use train.lora_blocks=all"
             )
 
     @property

@@ -1,1 +1,1 @@
-"""Training: losses, optimisers, and steps over a finished model."""
+"""Training: losses, optimisers, steps and the loop."""

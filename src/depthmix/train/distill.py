@@ -1,7 +1,4 @@
-"""Learning from another model's predictions: the divergence from a teacher on the same tokens.
-
-Knows nothing of where a teacher comes from.
-"""
+"""Distillation: the divergence from a teacher's predictions on the same tokens."""
 
 import torch
 from jaxtyping import Float, Int
@@ -13,12 +10,12 @@ from depthmix.models import StoredModel
 from depthmix.nn import Transformer
 from depthmix.nn.losses import IGNORE
 
-# logits of so many tokens at once, of both models
+# compute the logits of this many tokens at a time, for both models
 CHUNK_TOKENS = 2048
 
 
 class Distillation:
-    """A teacher that does not learn, and how much it counts."""
+    """A frozen teacher and the weight of its loss."""
 
     def __init__(self, teacher: Transformer, weight: float) -> None:
         self.teacher, self.weight = teacher.requires_grad_(False).eval(), weight
@@ -31,7 +28,7 @@ class Distillation:
         targets: Int[Tensor, "B T"],
         document_ids: Int[Tensor, "B T"] | None,
     ) -> Float[Tensor, ""]:
-        """The weighted divergence of what `hidden` predicts from what the teacher does."""
+        """The weighted divergence of the predictions from `hidden` from the teacher's."""
         with torch.no_grad():
             known = self.teacher.compute_hidden(tokens, document_ids=document_ids).hidden
         mean = mean_divergence(hidden, head, known, self.teacher.head.weight, targets)
@@ -49,7 +46,7 @@ def mean_divergence(
     flat = (hidden.flatten(0, 1), teacher_hidden.flatten(0, 1), targets.flatten())
     sums = []
     for part in zip(*(tensor.split(CHUNK_TOKENS) for tensor in flat), strict=True):
-        # the logits are computed again in the backward pass: all of them would not fit
+        # recomputed in the backward pass: not all logits would fit in memory
         sums.append(
             checkpoint(
                 _add_divergence,
@@ -57,7 +54,7 @@ def mean_divergence(
                 teacher_head,
                 *part,
                 use_reentrant=False,
-                # nothing here is random, and a recorded step cannot ask
+                # nothing here is random, and reading the RNG state breaks CUDA graph capture
                 preserve_rng_state=False,
             )
         )
@@ -74,16 +71,16 @@ def _add_divergence(
 
 
 def open_distillation(source: StoredModel, run: RunConfig, device: torch.device) -> Distillation:
-    """The teacher of a run on its device; one that does not know the same tokens is refused."""
+    """The teacher of a run on its device; refuses one with another vocabulary."""
     config = source.config
     if config.vocab_size != run.model.vocab_size:
         raise ValueError(
-            f"train.teacher = {run.train.teacher} has {config.vocab_size} ids and this model "
+            f"train.teacher = {run.train.teacher} has {config.vocab_size} ids, but this model has "
             f"{run.model.vocab_size}: a teacher needs the same vocabulary"
         )
     if config.max_seq_len < run.seq_len:
         raise ValueError(
-            f"train.teacher = {run.train.teacher} knows {config.max_seq_len} positions: give "
+            f"train.teacher = {run.train.teacher} has {config.max_seq_len} positions: use "
             f"train.seq_len={config.max_seq_len} or less"
         )
     return Distillation(source.network.to(device), run.train.distill_loss_weight)

@@ -1,8 +1,4 @@
-"""How good a model is on held-out text, under every selector that matters, and what routers do.
-
-Owns which rows of the validation split these are. Knows nothing of optimisers, schedules or where
-numbers go.
-"""
+"""Validation: its batches, losses under each relevant selector, and router statistics."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,14 +16,14 @@ from depthmix.nn.losses import IGNORE, routing_loss, token_loss
 from depthmix.nn.routing import Routing
 from depthmix.nn.transformer import Hidden
 
-# logits of so many tokens at once
+# compute the logits of this many tokens at a time
 CHUNK_TOKENS = 4096
 
 TokenBatch = tuple[Int[Tensor, "B T"], Int[Tensor, "B T"], Int[Tensor, "B T"] | None]
 
 
 def make_val_loader(corpus: Corpus, shape: dict[str, Any]) -> Loader | None:
-    """The validation split in its own order; None where it is shorter than one row."""
+    """The validation split in its own order; None if it is shorter than one row."""
     split = corpus.split("val")
     if split.num_tokens <= shape["seq_len"]:
         return None
@@ -35,7 +31,7 @@ def make_val_loader(corpus: Corpus, shape: dict[str, Any]) -> Loader | None:
 
 
 def read_val_batches(loader: Loader, num_batches: int) -> Iterator[Batch]:
-    """The same first batches every time, at least one and at most a whole epoch."""
+    """The first batches, the same every time, at least one and at most an epoch."""
     loader.position = 0
     for _ in range(min(num_batches, max(1, loader.num_rows_per_epoch // loader.batch_size))):
         yield loader.next()
@@ -48,12 +44,12 @@ def validate(
     batches: Iterable[TokenBatch],
     precision: torch.dtype | None,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Mean losses over the batches: under the training's rule, and under the causal selector.
+    """Mean losses over the batches, under the training rule and under the causal selector.
 
-    A dense model has one loss, `loss`; a routed one `loss_topk` and, where it has a trained causal
-    head, `loss_causal`, with the head's precision, recall and share routed, and `dead_share`, that
-    of tokens that no block kept. Beside them the gates of the kept tokens, a tensor for each routed
-    block. `run_model` is a `Root`: it calls a function with the model.
+    A dense model has one `loss`; a routed one has `loss_topk` and, with a trained causal head,
+    `loss_causal`, the head's precision, recall and fraction routed, and `dead_share`, the fraction
+    of tokens that no block kept. Also returns the gates of the kept tokens, one tensor per routed
+    block. `run_model` is a `Root`, which calls a function with the model.
     """
     selectors = {
         "loss" if rule == "dense" else f"loss_{rule}": selector
@@ -89,26 +85,26 @@ def look_at_batch(
     selector: str | None,
     precision: torch.dtype | None,
 ) -> tuple[Float[Tensor, ""], Hidden]:
-    """Mean loss of a batch under a selector, from a few rows' logits at a time."""
+    """Mean loss of a batch under a selector, computed a few rows at a time."""
     kind = tokens.device.type
     num_rows = max(1, CHUNK_TOKENS // tokens.shape[1])
     with torch.autocast(kind, dtype=precision, enabled=precision is not None):
         hidden = model.compute_hidden(tokens, selector=selector, document_ids=documents)
         parts = zip(hidden.hidden.split(num_rows), targets.split(num_rows), strict=True)
-        # a part counts by what it has to predict, which padding makes uneven
+        # weighted by the number of targets, which padding makes uneven
         head = model.head.weight
         losses = [token_loss(h, head, t) * (t != IGNORE).sum() for h, t in parts]
     return torch.stack(losses).sum() / (targets != IGNORE).sum().clamp(min=1), hidden
 
 
 def add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
-    """Add to a named sum that may not be there yet."""
+    """Add to a named sum that may not exist yet."""
     value = value.detach().double()
     sums[name] = sums[name] + value if name in sums else value
 
 
 def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
-    """A loss in nats a token, per byte of the text: comparable between tokenizers."""
+    """Convert a loss in nats per token to bits per byte, comparable between tokenizers."""
     return None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
 
 

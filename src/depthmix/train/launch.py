@@ -1,8 +1,6 @@
-"""From a command to a training and back: data, run folder, world, and what is said at the end.
+"""Start or resume a run: its data, folder and processes, and the closing message.
 
-Owns how a run is started and resumed, which data is refused, and that a start which comes to
-nothing leaves nothing.
-Knows nothing of steps.
+A start that fails leaves nothing behind.
 """
 
 import shlex
@@ -37,33 +35,33 @@ from depthmix.world import World, open_world
 
 
 class Launch(NamedTuple):
-    """What a command asks for: a new run, or one to resume."""
+    """The arguments of `launch`: a new run, or one to resume."""
 
     run: RunConfig | None = None
     """A new run's configuration."""
     name: str = "run"
-    """Names a new run's folder where `out` is empty."""
+    """Name for a new run's folder if `out` is None."""
     data: Path | None = None
-    """A prepared folder; empty means the default corpus, or the resumed run's own."""
+    """A prepared folder. Default: the default corpus, or the data of the resumed run."""
     out: Path | None = None
     """A new run's folder."""
     resume: Path | None = None
     """The folder of a run to resume."""
     device: str | None = None
-    """cpu or cuda; empty means a GPU where there is one."""
+    """cpu or cuda. Default: a GPU if there is one."""
     start: StoredModel | None = None
-    """The model whose weights a new run begins with."""
+    """The model that provides a new run's initial weights."""
     fit_vocabulary: bool = False
-    """Whether a new run's model takes the vocabulary size of the data."""
+    """Whether a new run's model takes its vocabulary size from the data."""
     budget: Mapping[str, Any] = {}
-    """A longer budget for a resumed run, as a dotted field."""
+    """A larger budget for a resumed run, as a dotted field."""
 
 
 def launch(plan: Launch, console: Console) -> tuple[Ending, RunDir]:
     """Train, from the beginning or from the last checkpoint, in one process or under torchrun.
 
-    Says how it ended, and how to resume where it is not finished. A second Ctrl-C, which stops at
-    once, comes through as a `KeyboardInterrupt` with that sentence.
+    Prints how it ended and, if it is not finished, how to resume. A second Ctrl-C stops at once and
+    raises `KeyboardInterrupt` after that message.
     """
     with open_world(plan.device) as world:
         quiet = console if world.is_first else Console(quiet=True)
@@ -75,7 +73,7 @@ def launch(plan: Launch, console: Console) -> tuple[Ending, RunDir]:
 def _start(plan: Launch, world: World, console: Console) -> tuple[Ending, RunDir]:
     run = plan.run
     assert run is not None
-    # what can be refused at once is, before data is prepared and a model made
+    # check first, before data is prepared and a model is built
     if plan.out is not None:
         RunDir(plan.out).check_free(can_resume=True)
     if plan.fit_vocabulary:
@@ -108,10 +106,10 @@ def _resume(plan: Launch, path: Path, world: World, console: Console) -> tuple[E
     if not starts:
         raise ValueError(f"'{path}' was stopped before it began: remove it, and start it again")
     if starts[-1]["data"].get("upcycled"):
-        raise ValueError(f"'{path}' was upcycled, not trained: begin with --from {path}")
+        raise ValueError(f"'{path}' was upcycled and not trained yet: start with --from {path}")
     config = folder.read_config()
     if not config.keys() >= {"model", "train"}:
-        raise ValueError(f"'{path / 'config.toml'}' is damaged: put back a copy of it")
+        raise ValueError(f"'{path / 'config.toml'}' is damaged: restore a copy of it")
     run = RunConfig.from_dict(config).override(plan.budget)
     status, schedule = {}, make_schedule(run)
     num_steps = schedule.num_steps
@@ -120,14 +118,14 @@ def _resume(plan: Launch, path: Path, world: World, console: Console) -> tuple[E
             f"the capacities of '{path}' fall over its whole length, so it cannot be extended: "
             f"start a new run with --from {path}"
         )
-    # only to say that there is nothing to do
+    # already finished
     with suppress(ValueError):
         status = folder.read_json("status.json")
     if status.get("state") == "finished" and status["step"] >= num_steps:
         _check_longer(plan, status["step"], num_steps)
         _say(
             console,
-            f"{path} is finished ({format_count(num_steps, 'step')}), there is nothing left to do; "
+            f"{path} is already finished ({format_count(num_steps, 'step')}); "
             f"a larger --steps extends it",
         )
         return Ending("finished", status["step"], num_steps, {}, None), folder
@@ -139,8 +137,8 @@ def _resume(plan: Launch, path: Path, world: World, console: Console) -> tuple[E
         corpus = world.do_first(lambda: open_corpus(where, run))
         if corpus.manifest_hash != starts[-1]["data"]["hash"]:
             raise ValueError(
-                f"the data in {where} is not what {path} was trained on: give the folder as it was "
-                f"with --data, or start a new run"
+                f"the data in {where} is not the data that {path} was trained on: give the "
+                f"original folder with --data, or start a new run"
             )
         trainer = Trainer(schedule, corpus, world, teacher=teacher)
         trainer.open(folder)
@@ -158,11 +156,11 @@ def _resume(plan: Launch, path: Path, world: World, console: Console) -> tuple[E
 
 
 def _check_longer(plan: Launch, num_done: int, num_steps: int) -> None:
-    """Refuse a new budget that a run has used up already."""
+    """Refuse a new budget that a run has already used up."""
     if plan.budget and num_steps <= num_done:
         raise ValueError(
-            f"'{plan.resume}' has done {format_count(num_done, 'step')} and this budget allows "
-            f"{num_steps}: give more to extend it"
+            f"'{plan.resume}' has already done {format_count(num_done, 'step')}, but this budget "
+            f"allows {num_steps}: give a larger one to extend it"
         )
 
 
@@ -171,14 +169,18 @@ def _open_teacher(run: RunConfig) -> StoredModel | None:
 
 
 def _train(trainer: Trainer, console: Console) -> Ending:
-    """Train; record in the run's folder what ended it, and tell the user how to resume."""
+    """Train; record how it ended in the run's folder, and print how to resume."""
     path = trainer.folder.path
     resume = f"resume with: depthmix train --resume {shlex.quote(str(path))}"
     try:
         outcome = trainer.train(console)
     except KeyboardInterrupt as stopped:
-        _write_end(trainer, "interrupted", "a second Ctrl-C stopped it at once")
-        message = f"stopped at once; from the last checkpoint, {resume}" if trainer.num_done else ""
+        _write_end(trainer, "interrupted", "stopped at once by a second Ctrl-C")
+        message = (
+            f"stopped at once; to continue from the last checkpoint, {resume}"
+            if trainer.num_done
+            else ""
+        )
         raise KeyboardInterrupt(message) from stopped
     except OSError as error:
         reason = error.strerror or str(error)
@@ -201,19 +203,19 @@ def _train(trainer: Trainer, console: Console) -> Ending:
 
 
 class _Made(NamedTuple):
-    """A new run's folder, with what was there before."""
+    """A new run's folder, and what was there before it."""
 
     path: Path
     entries: frozenset[Path]
-    """What the folder held."""
+    """The earlier contents of the folder."""
     missing: tuple[Path, ...]
-    """What of the path did not exist, the folder itself first."""
+    """The parts of the path that did not exist, the folder itself first."""
 
     def undo(self) -> None:
         for entry in set(self.path.glob("*")) - self.entries:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         for folder in self.missing:
-            # another process may have put something there
+            # another process may have created something there
             with suppress(OSError):
                 folder.rmdir()
 
@@ -226,7 +228,7 @@ def _create_folder(plan: Launch, trainer: Trainer) -> _Made:
         missing = tuple(folder for folder in (path, *path.parents) if not folder.exists())
         made = _Made(path, frozenset(path.glob("*")), missing)
         try:
-            # of two runs that start in the same second, one takes another name
+            # if two runs start in the same second, one takes another name
             if plan.out is None:
                 path.mkdir(parents=True)
             RunDir.create(path, config, start)
@@ -249,18 +251,18 @@ def _lock(folder: RunDir, world: World) -> Iterator[None]:
 
 
 def open_corpus(folder: Path, run: RunConfig) -> Corpus:
-    """A data folder whose files are whole and whose ids the model has."""
+    """Open a data folder; its files must be complete and its ids in the model's vocabulary."""
     corpus = Corpus.open(folder, verify="auto")
     if corpus.vocab_size > run.model.vocab_size:
         raise ValueError(
-            f"{folder} has ids up to {corpus.vocab_size - 1}, and the model's vocab_size is "
+            f"{folder} has ids up to {corpus.vocab_size - 1}, but the model's vocab_size is "
             f"{run.model.vocab_size}: add vocab_size={corpus.vocab_size}"
         )
     return corpus
 
 
 def check_tokenizer(source: Path, corpus: Corpus) -> None:
-    """Refuse data whose ids mean something else to the weights that a run begins with."""
+    """Refuse data made with another tokenizer than that of the initial weights."""
     name = corpus.manifest.tokenizer
     if name is None or not (source / TOKENIZER_FILE).is_file():
         return
@@ -269,13 +271,13 @@ def check_tokenizer(source: Path, corpus: Corpus) -> None:
     ours, theirs = (load_tokenizer(p).get_vocab() for p in (corpus.folder / name, source))
     if ours != theirs:
         raise ValueError(
-            f"the data in {corpus.folder} was made by another tokenizer than {source}'s, so its "
-            f"ids mean other words: prepare it with --tokenizer {source}"
+            f"the data in {corpus.folder} was prepared with another tokenizer than {source}'s: "
+            f"prepare it again with --tokenizer {source}"
         )
 
 
 def _prepare_default(console: Console, run: RunConfig) -> Path:
-    """The default corpus, with no more ids than a small model has room for."""
+    """The default corpus, with a vocabulary that fits a small model."""
     room = run.model.vocab_size
     small = SMALLEST_VOCABULARY <= room < DEFAULT_VOCAB_SIZE
     with show_progress(console) as report:
@@ -283,14 +285,14 @@ def _prepare_default(console: Console, run: RunConfig) -> Path:
 
 
 def _find_data(used: dict[str, Any]) -> Path | None:
-    """The folder that a resumed run last used; None where the default corpus is to be made."""
+    """The data folder that a resumed run last used; None for the default corpus."""
     folder = Path(used["folder"])
     if folder.exists():
         return folder
     if folder.parent == find_cache().resolve():
         return None
     raise ValueError(
-        f"the run's data was in {folder} and is no longer there: put it back, or name its folder "
+        f"the run's data in {folder} is no longer there: restore it, or name its new folder "
         f"with --data"
     )
 
@@ -310,8 +312,8 @@ def _describe_start(trainer: Trainer, source: StoredModel | None = None) -> dict
 def _say_start(console: Console, trainer: Trainer) -> None:
     run, corpus = trainer.run, trainer.corpus
     learning = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    # with frozen parts, say how much still learns
-    note = "" if run.train.trainable == "all" else f" ({format_number(learning)} learn)"
+    # with frozen parts, also print how many are trained
+    note = "" if run.train.trainable == "all" else f" ({format_number(learning)} trained)"
     num_steps = trainer.schedule.num_steps
     num_epochs = num_steps * run.tokens_per_step / trainer.loader.split.num_tokens
     _say(
@@ -326,7 +328,7 @@ def _say_start(console: Console, trainer: Trainer) -> None:
     elif run.model.vocab_size >= 1.5 * corpus.vocab_size:
         _say(
             console,
-            f"the model has room for {run.model.vocab_size} ids and the data uses "
+            f"the model has {run.model.vocab_size} ids and the data uses "
             f"{corpus.vocab_size}: vocab_size={corpus.vocab_size} would save compute",
         )
     if trainer.val_loader is None:
@@ -334,7 +336,7 @@ def _say_start(console: Console, trainer: Trainer) -> None:
 
 
 def _write_end(trainer: Trainer, state: State, reason: str) -> None:
-    # a full disk must not hide what filled it
+    # on a full disk, keep the original error
     with suppress(OSError):
         trainer.write_status(state, reason)
 

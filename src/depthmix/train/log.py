@@ -1,7 +1,4 @@
-"""Where numbers go while training: the display, metrics.jsonl, TensorBoard, Weights & Biases.
-
-Owns how a step is shown and where a record is sent. Does not know what is measured, nor when.
-"""
+"""Logging while training: the display, metrics.jsonl, TensorBoard, and Weights & Biases."""
 
 import math
 import os
@@ -31,20 +28,20 @@ PLAIN_SECONDS = 10.0
 NUM_BINS = 32
 BAR_WIDTH, MIN_BAR_WIDTH, PADDING = 24, 4, 2
 
-# the speed is that between so many refreshes: fewer, and one evaluation would change the outlook
+# refreshes to measure the speed over: with fewer, one evaluation would change the estimate
 NUM_MARKS = 200
 
-# a reader may go away, as `| tee` does at Ctrl-C, and training continues; rich raises the second
+# if a reader of stdout exits, as `| tee` does on Ctrl-C, training continues; rich raises the second
 READER_GONE = (OSError, SystemExit)
 
 Clock = Callable[[], float]
 
 
 class Logger:
-    """Takes the numbers of a training run, as a context manager.
+    """Shows and records the numbers of a training run; a context manager.
 
-    Nothing here starts a thread that draws: the display is drawn from `show`, at most four times a
-    second, and numbers are only read then, so that one still on a GPU is rarely waited for.
+    There is no drawing thread: `show` draws the display, at most four times a second, and only then
+    reads the numbers, so that it rarely waits for a GPU.
     """
 
     def __init__(
@@ -82,7 +79,7 @@ class Logger:
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         try:
-            # after a failure the numbers may be on a device that no longer answers
+            # after a failure, the numbers may be on a device that no longer responds
             if error is None and self._latest is not None:
                 self._draw(*self._latest)
         finally:
@@ -92,7 +89,7 @@ class Logger:
             self._close(failed=error is not None)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Keep a record with its `step` and `kind`; numbers in it become curves, by their names."""
+        """Write a record with its `step` and `kind`; its numbers become curves of the same name."""
         self.run.append_metrics(record)
         step, kind = record["step"], record["kind"]
         rest = {name: value for name, value in record.items() if name not in ("step", "kind")}
@@ -107,7 +104,7 @@ class Logger:
     def histogram(
         self, name: str, values: Tensor | np.ndarray | Sequence[float], step: int
     ) -> None:
-        """Keep how values are distributed; those that are not finite are only counted."""
+        """Write a histogram of values; those that are not finite are only counted."""
         if isinstance(values, Tensor):
             values = values.detach().to("cpu", torch.float64).numpy()
         every = np.asarray(values, dtype=np.float64).reshape(-1)
@@ -136,14 +133,14 @@ class Logger:
             self._wandb.log({f"router/{name}": chart}, step=step)
 
     def show(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Say where training is, if it is time to; see `format_fields` for the names."""
+        """Show the progress, if it is time to; see `format_fields` for the names."""
         self._latest = (step, fields)
         pause = PLAIN_SECONDS if self._live is None else REFRESH_SECONDS
         if self.clock() - self._drawn_at >= pause:
             self._draw(step, fields)
 
     def say(self, sentence: str) -> None:
-        """Print a line, above the bar where there is one."""
+        """Print a line, above the bar if there is one."""
         with suppress(*READER_GONE):
             self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
@@ -156,7 +153,7 @@ class Logger:
             parts = (self.description, f"step {counted}", line, times)
             self.say("  ".join(part for part in parts if part))
             return
-        # a narrow terminal takes room from the bar, then from the name
+        # on a narrow terminal, shorten the bar first, then the name
         room = self.console.width - len(counted) - len(times) - 3 * PADDING
         name = Text(self.description)
         width = max(MIN_BAR_WIDTH, min(BAR_WIDTH, room - name.cell_len))
@@ -167,17 +164,17 @@ class Logger:
         bar = ProgressBar(total=self.num_steps, completed=step, width=width)
         grid.add_row(name, bar, Text(counted), Text(times))
         with suppress(*READER_GONE):
-            # cut to the terminal's width: a line more would push the bar up at each refresh
+            # cut to the terminal's width: another line would push the bar up at each refresh
             status = Text(line, no_wrap=True, overflow="ellipsis")
             self._live.update(Group(grid, status), refresh=True)
 
     def _estimate_end(self, step: int) -> str:
-        # counted from the first mark and not from the start: the first step may also compile
+        # counted from the first mark rather than the start, because the first step may compile
         (then, from_step), left = self._marks[0], self.num_steps - step
         if left <= 0 or step <= from_step:
             return ""
         seconds = left * (self._drawn_at - then) / (step - from_step)
-        # a first guess may lie beyond the calendar
+        # a first estimate may be beyond the calendar
         if seconds > 1e9:
             return ""
         now = datetime.now()
@@ -189,9 +186,9 @@ class Logger:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            self.say("TensorBoard is not installed, so there is nothing for it in this run")
+            self.say("TensorBoard is not installed, so its files are not written")
             return None
-        # what a stopped run wrote after its checkpoint is hidden
+        # this hides what an interrupted run wrote after its checkpoint
         purge_step = self.start_step + 1 if self.start_step else None
         with self._name_board():
             return SummaryWriter(str(self.run.tensorboard), purge_step=purge_step, flush_secs=10)
@@ -210,15 +207,15 @@ class Logger:
             self._wandb.finish(exit_code=int(failed))
         if self._board is None:
             return
-        # what failed first is what there is to say
+        # the first failure is the one to report
         with suppress(OSError) if failed else self._name_board():
-            # closing alone does not report what its thread could not write
+            # close() alone does not report what its thread could not write
             self._board.flush()
             self._board.close()
 
 
 class SilentLogger:
-    """A `Logger` that keeps and shows nothing, for every process but the first."""
+    """A `Logger` that does nothing, for every process but the first."""
 
     def __enter__(self) -> "SilentLogger":
         return self
@@ -242,17 +239,17 @@ class SilentLogger:
 
 
 def format_fields(fields: Mapping[str, Any]) -> str:
-    """What a step says, in a fixed order: known names in their units, others as they are.
+    """A step's numbers as text, in a fixed order: known names with units, others as they are.
 
     Known are loss, tokens_per_second, flops_per_second, share_of_peak, routed, flops and
-    flops_budget. Empty (None) ones are left out.
+    flops_budget. Those that are None are left out.
     """
     words = {name: value for name, value in fields.items() if isinstance(value, str)}
     rest = {n: float(v) for n, v in fields.items() if v is not None and n not in words}
     parts = []
     if (loss := rest.pop("loss", None)) is not None:
         parts.append(f"loss {loss:.3f}")
-        # a diverged loss has no perplexity that a number could hold
+        # the perplexity of a diverged loss would overflow
         parts.append(f"ppl {math.exp(min(loss, 700.0)):.4g}")
     if (speed := rest.pop("tokens_per_second", None)) is not None:
         parts.append(f"{format_number(speed)} tokens/s")
@@ -270,7 +267,7 @@ def format_fields(fields: Mapping[str, Any]) -> str:
 
 
 def _list_numbers(tag: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Every number in a record, however deep, under its path."""
+    """Every number in a nested record, by its path."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _list_numbers(f"{tag}/{name}", inner)
@@ -286,7 +283,7 @@ def _start_wandb(run: RunDir) -> Any:
         import wandb  # pyrefly: ignore[missing-import]
     except ImportError as error:
         raise ValueError("W&B is not installed: pip install 'depthmix[wandb]'") from error
-    # the same id after a resume, so that the curve continues
+    # the same id after resuming, so that the curve continues
     where = run.path / "wandb_id.txt"
     if not where.exists():
         replace_file(where, uuid.uuid4().hex[:12])
@@ -301,6 +298,6 @@ def _start_wandb(run: RunDir) -> Any:
         )
     except wandb.Error as error:
         raise ValueError(
-            f"W&B did not start ({error}): log in by 'wandb login', or set WANDB_MODE=offline"
+            f"W&B did not start ({error}): log in with 'wandb login', or set WANDB_MODE=offline"
         ) from error
     return wandb

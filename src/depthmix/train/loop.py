@@ -1,7 +1,4 @@
-"""The training loop, visible from start to end: batch, step, metrics, validation, checkpoint.
-
-Owns the order of things. What each of them is lies in a module of its own.
-"""
+"""The training loop: batch, step, metrics, validation, checkpoint; each has its own module."""
 
 import math
 import time
@@ -55,10 +52,10 @@ class Ending(NamedTuple):
     val: dict[str, Any]
     """The last validation."""
     signal: int | None
-    """What interrupted it."""
+    """The signal that interrupted it."""
 
     def describe_val(self) -> str:
-        """The last validation as a part of a sentence; empty where there was none."""
+        """The last validation as part of a sentence; empty if there was none."""
         names = {"loss": "", "loss_topk": " (top-k)", "loss_causal": " (causal)"}
         losses = [
             f"{self.val[name]:.3f}{label}" for name, label in names.items() if name in self.val
@@ -67,7 +64,7 @@ class Ending(NamedTuple):
 
 
 class Trainer:
-    """A model, its optimisers and its data, ready to step once it has a folder."""
+    """A model, its optimisers and its data; needs a folder to start."""
 
     def __init__(
         self,
@@ -78,7 +75,7 @@ class Trainer:
         start: StoredModel | None = None,
         teacher: StoredModel | None = None,
     ) -> None:
-        """`start` has the weights to begin with; `teacher` is for `train.teacher`."""
+        """`start` has the initial weights; `teacher` is the model of `train.teacher`."""
         run, device = schedule.run, world.device
         recipe = run.train
         recipe.check_sharing(world.size)
@@ -86,7 +83,7 @@ class Trainer:
             raise ValueError("train.cuda_graph = true needs a GPU: leave it out")
         self.schedule, self.run, self.corpus, self.world = schedule, run, corpus, world
         self.stage = schedule.stages[-1]
-        """That of the step before; the model is made with its own capacities."""
+        """The stage of the previous step; a new model has its own capacities."""
         shape: dict[str, Any] = {"seq_len": run.seq_len, "batch_size": recipe.batch_size}
         shape |= {"seed": recipe.seed, "rank": world.rank, "world_size": world.size}
         self.loader = Loader(corpus.split("train"), **shape)
@@ -105,7 +102,7 @@ class Trainer:
         parallel.allocate(self.root, device, recipe.seed)
         self.started = "" if start is None else load_start(self.model, start, recipe.seed)
         add_adapters(self.model, recipe)
-        # the same weights on every process, and from here on random numbers of its own
+        # the same weights on every process; after this, each has its own random numbers
         seed_rng(recipe.seed, world.rank, 0)
         can_record = alone and compiled and device.type == "cuda"
         graph = can_record if recipe.cuda_graph is None else recipe.cuda_graph
@@ -122,24 +119,24 @@ class Trainer:
             distillation=None if teacher is None else open_distillation(teacher, run, device),
         )
         self.meter = Meter(schedule, world)
-        # a GPU computes while the host writes; a CPU's numbers would only be a step late
+        # a GPU computes while the host writes; on a CPU it would only delay the numbers
         self.log_later = device.type == "cuda"
         self.pending: tuple[MetricSums, dict[str, Any]] | None = None
-        """A line of metrics that is not written yet, with what the meter does not know of it."""
+        """A line of metrics that is not written yet, with the fields that the meter lacks."""
         self.shown: dict[str, Any] = {}
         self.num_done = 0
-        """Steps done, by this process or before it."""
+        """Steps done so far, including those before resuming."""
         self.loss: float | None = None
         self.val: dict[str, Any] = {}
 
     def open(self, folder: RunDir) -> None:
-        """Write to this run's folder from now on; cleans up after a process that was killed."""
+        """Write to this run's folder from now on; cleans up after a killed process."""
         self.folder = folder
         keep = self.run.train.num_kept_checkpoints
         self.checkpoints = Checkpoints(folder.checkpoints, keep_last=keep)
 
     def resume(self) -> list[str]:
-        """Resume from the newest sound checkpoint; returns messages for the user."""
+        """Resume from the newest intact checkpoint; returns messages for the user."""
         found = self.checkpoints.find_newest()
         if found is None:
             return ["there is no checkpoint yet: starting from the beginning"]
@@ -161,7 +158,7 @@ class Trainer:
         return [*found.damaged, f"resuming at step {found.step}", *([note] if note else [])]
 
     def train(self, console: Console) -> Ending:
-        """Run to the end of the budget, or until it is interrupted."""
+        """Train to the end of the budget, or until interrupted."""
         recipe, num_steps, world = self.run.train, self.schedule.num_steps, self.world
         val_every = self.run.space_validations(num_steps)
         meter, step = self.meter, self.num_done
@@ -179,18 +176,18 @@ class Trainer:
             self.write_status("running")
         saved_at = time.monotonic()
         with logger, Interrupt() as interrupt, prefetch(self.loader) as batches, ExitStack() as end:
-            # however it ends, what was measured before is logged
+            # log what was measured, however it ends
             end.callback(self._log_pending, logger)
             while step < num_steps:
                 self._enter_stage(step)
                 rate = set_rates(self.optimizers, recipe, step, num_steps)
                 meter.add(self.step(*self._move(batches.next())))
-                # now that the device has work to do
+                # while the device is busy
                 self._log_pending(logger)
                 step += 1
                 self.num_done = step
                 if step % recipe.log_every == 0 or step == num_steps:
-                    # not the loader's own position, which is ahead of the training
+                    # not the loader's own position, which is ahead of training
                     epoch = step * recipe.batch_size // self.loader.num_rows_per_epoch
                     extra = {"learning_rate": rate, "epoch": epoch, **self._describe_capacity()}
                     self.pending = meter.cut(step), extra
@@ -207,7 +204,7 @@ class Trainer:
                 if save or stop or step == num_steps:
                     with self._pause(logger):
                         if step % recipe.log_every and step != num_steps:
-                            # nothing that is not finite may be saved
+                            # never save weights that are not finite
                             check_finite(meter.peek(), step)
                         self._save(step, batches.state_dict())
                     saved_at = time.monotonic()
@@ -220,26 +217,26 @@ class Trainer:
         return Ending(state, step, num_steps, self.val, interrupt.signal)
 
     def _enter_stage(self, step: int) -> None:
-        """Set the capacities of a step; if they change, it is compiled again."""
+        """Set the capacities of a step; recompile if they change."""
         if self._set_stage(step):
             self.step.forget()
             self.meter.expect_slow_step()
-            # it was of another capacity
+            # the last validation was at another capacity
             self.val = {}
 
     def _set_stage(self, step: int) -> bool:
-        """Set the capacities of a step; whether they differ from those before."""
+        """Set the capacities of a step; returns whether they changed."""
         before, self.stage = self.stage, self.schedule.find_stage(step)
         self.model.set_capacities(self.stage.model.capacities)
         return before.model.capacities != self.stage.model.capacities
 
     def _describe_capacity(self) -> dict[str, float]:
-        """For a line of metrics: the mean share that routed blocks keep now, where it changes."""
+        """For a line of metrics: the current mean capacity, if the recipe changes it."""
         shares = self.stage.model.capacities
         return {"capacity": sum(shares) / len(shares)} if len(self.schedule.stages) > 1 else {}
 
     def write_status(self, state: State, reason: str = "") -> None:
-        """Say in the run's folder where the training stands."""
+        """Write the status to the run's folder."""
         if self.world.is_first:
             numbers = {
                 "step": self.num_done,
@@ -250,7 +247,7 @@ class Trainer:
 
     @contextmanager
     def _pause(self, logger: Logger | SilentLogger) -> Iterator[None]:
-        """Do something else than steps, when all that is known of them is written."""
+        """Write pending metrics and pause timing for the block, which does something else."""
         self._log_pending(logger)
         with self.meter.pause():
             yield
@@ -262,7 +259,7 @@ class Trainer:
         record = self.meter.read(reading)
         check_finite(record, reading.step)
         self.loss = loss = record["loss"]
-        # as far as a number can hold it
+        # capped to a float's range
         record["perplexity"] = math.exp(min(loss, 700.0))
         record["bits_per_byte"] = bits_per_byte(loss, self.corpus.bytes_per_token)
         logger.log({"step": reading.step, "kind": "train", **record, **extra})
@@ -277,7 +274,7 @@ class Trainer:
         if self.val_loader is None:
             return {}
         devices = [self.world.device] if self.world.device.type == "cuda" else []
-        # random routing draws here too: looking must not change what comes next
+        # random routing draws here too: validation must not change what follows
         with torch.random.fork_rng(devices):
             torch.manual_seed(self.run.train.seed)
             batches = read_val_batches(self.val_loader, self.run.num_val_batches)
@@ -300,23 +297,23 @@ class Trainer:
             "meter": self.meter.state_dict(),
             "loss": self.loss,
             "val": self.val,
-            # with the capacities of this step, in case it is used before the last
+            # with this step's capacities, as the checkpoint may be used before training ends
             "config": {**self.run.to_dict(), "model": self.stage.model.to_dict()},
             "data": self.corpus.manifest_hash,
             "rng": collect_rng(),
         }
         score = self.val.get("loss_causal", self.val.get("loss_topk", self.val.get("loss")))
         tensors = collect_parts(self.model, self.optimizers)
-        # the loss is that before the update, which may have gone too far
+        # the loss is from before the update, which may have diverged
         (broken,) = self.world.agree(not math.isfinite(find_largest(tensors)))
         check_finite({"weights": math.nan if broken else 0.0}, step)
-        # a higher capacity is easily better: only what was asked for is compared
+        # a higher capacity gives a lower loss: compare only at the final one
         is_final = self.stage is self.schedule.stages[-1]
         self.checkpoints.save(step, tensors, state, score=score if is_final else None)
 
 
 def move_batch(batch: Batch, device: torch.device, *, document_mask: bool) -> TokenBatch:
-    """A batch as tensors on a device; without the mask, a row is one document."""
+    """A batch as tensors on a device; without the mask, each row counts as one document."""
     arrays = (batch.tokens, batch.targets, batch.documents if document_mask else None)
     tensors = [None if a is None else torch.from_numpy(a.astype(np.int64)) for a in arrays]
     if device.type == "cuda":

@@ -1,7 +1,7 @@
-"""Low-rank adapters: what learns beside a frozen matrix, and how a checkpoint holds the two.
+"""Low-rank adapters beside frozen matrices, and how checkpoints store them.
 
-A checkpoint's weights are plain matrices, with the adapters added in: no reader knows of them. What
-training continues with is a part of its own. Knows nothing of steps, and not what else learns.
+The weights in a checkpoint are plain matrices with the adapters merged in, so other readers need
+not know of adapters. The state to resume training from is a separate part.
 """
 
 from collections.abc import Sequence
@@ -18,22 +18,22 @@ from depthmix.nn import MixtureOfDepths, Transformer
 from depthmix.nn.block import Block
 from depthmix.nn.layers import Linear, add_bias
 
-# the part of a checkpoint that only a resumed training reads
+# the part of a checkpoint that is read only to resume training
 PART = "adapters"
 
 
 class LowRank(nn.Module):
-    """W·x + scale · up · (down · x), where W stays as it is (arXiv:2106.09685, Eq. 3)."""
+    """W·x + scale · up · (down · x), with W frozen (arXiv:2106.09685, Eq. 3)."""
 
     def __init__(self, frozen: Linear, rank: int, scale: float, generator: torch.Generator) -> None:
-        """Takes the matrix out of `frozen`; `generator` is the CPU's on every device."""
+        """Takes over the matrix of `frozen`; `generator` is on the CPU for every device."""
         super().__init__()
         width_out, width_in = frozen.weight.shape
         self.base, self.scale = frozen.weight, scale
         self.register_parameter("bias", frozen.bias)
         first = torch.randn(rank, width_in, generator=generator) * width_in**-0.5
         self.down = nn.Parameter(first.to(frozen.weight))
-        # 0, so that it begins as the matrix alone
+        # 0, so that it starts out equal to the matrix
         self.up = nn.Parameter(frozen.weight.new_zeros(width_out, rank))
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B F"]:
@@ -42,20 +42,20 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "F D"]:
-        """The matrix that it amounts to, for code that needs some of its rows."""
+        """The merged matrix, for code that needs some of its rows."""
         return self.base + self.scale * (self.up @ self.down)
 
     @torch.no_grad()
     def merge(self) -> Float[Tensor, "F D"]:
-        """The same in float32 on the CPU: a device may have no room for all of them."""
+        """The merged matrix in float32 on the CPU: the device may lack memory for all of them."""
         base, up, down = (t.cpu() for t in (self.base, self.up, self.down))
         return base + self.scale * (up @ down)
 
 
 def add_adapters(model: Transformer, recipe: Recipe) -> None:
-    """Put adapters around the matrices of the blocks that learn so; they depend on the seed alone.
+    """Wrap the matrices of the adapted blocks; initial values depend only on the seed.
 
-    None, unless `train.trainable` is lora. Stacks of experts stay as they are.
+    Does nothing unless `train.trainable` is lora. Experts are not adapted.
     """
     if recipe.trainable != "lora":
         return
@@ -74,12 +74,12 @@ def add_adapters(model: Transformer, recipe: Recipe) -> None:
 
 
 def list_adapters(model: nn.Module) -> dict[str, LowRank]:
-    """The adapters of a model by the names of their matrices."""
+    """A model's adapters by the names of their matrices."""
     return {name: m for name, m in model.named_modules() if isinstance(m, LowRank)}
 
 
 def collect_parts(model: Transformer, optimizers: Sequence[Optimizer]) -> Parts:
-    """`collect_tensors` with merged matrices, and in a part more what they are merged from."""
+    """`collect_tensors` with merged matrices, and another part with the unmerged tensors."""
     parts = collect_tensors(model, optimizers)
     weights, kept = parts["model"], {}
     for path, adapter in list_adapters(model).items():
@@ -90,7 +90,7 @@ def collect_parts(model: Transformer, optimizers: Sequence[Optimizer]) -> Parts:
 
 
 def restore_parts(model: Transformer, optimizers: Sequence[Optimizer], parts: Parts) -> None:
-    """Inverse of `collect_parts`: what was merged is left."""
+    """Inverse of `collect_parts`; ignores the merged matrices."""
     merged = {f"{path}.weight" for path in list_adapters(model)}
     weights = {name: value for name, value in parts["model"].items() if name not in merged}
     weights |= parts.get(PART, {})

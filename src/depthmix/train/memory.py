@@ -1,10 +1,9 @@
-"""What training takes before any GPU is rented: bytes in memory, on the wire and on disk.
+"""Estimates for training on many GPUs: bytes in memory, on the network and on disk.
 
-Shards are counted on a model that FSDP2 really cut, without its memory and without the other
-processes. What a step keeps for its backward pass is the sum of the tensors that autograd saves in
-each kind of layer, which the tests hold to what it saves on small models. All else is arithmetic on
-these sizes (docs/scaling.md says what was checked, and how near it came). Knows nothing of a real
-device, but to refuse what cannot fit there.
+Shard sizes come from a model sharded by FSDP2 on a fake process group, without allocating memory.
+Activations are the sum of the tensors that autograd saves in each kind of layer; the tests compare
+the sums with autograd on small models. All else is arithmetic on these sizes; docs/scaling.md says
+what was checked, and how accurate it was.
 """
 
 import math
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FLOAT32 = 4
-# as much as can be written as a number with a unit
+# as much as can be formatted with a unit
 LARGEST_BYTES = 2**70
 
 
@@ -33,26 +32,26 @@ class Activations(NamedTuple):
     """Bytes of one sequence."""
 
     layers: tuple[int, ...]
-    """What each layer saves."""
+    """Saved by each layer."""
     stream: int
-    """The residual stream between two layers, all that checkpointing keeps of a layer."""
+    """The residual stream between two layers, the only tensor kept with checkpointing."""
     ends: int
-    """What is saved before the first layer and after the last one."""
+    """Saved before the first layer and after the last one."""
 
     @property
     def saved(self) -> int:
-        """All that is saved."""
+        """Everything that is saved."""
         return self.ends + sum(self.layers)
 
     def find_peak(self, *, recompute: bool) -> int:
-        """The most at once: what is saved, and a layer's gradients beside it."""
+        """The peak: everything that is saved, and a layer's gradients."""
         if recompute:
             return self.ends + len(self.layers) * self.stream + 2 * max(self.layers)
         return self.saved + max(self.layers)
 
 
 def count_activations(run: RunConfig, element_bytes: int = 2) -> Activations:
-    """What one sequence of a run keeps, its matrix products being of so many bytes a number."""
+    """Bytes saved per sequence, with `element_bytes` per number in matrix products."""
     config, num_tokens = run.model, run.seq_len
     compiled = run.train.compile is not False
     sizes = _Sizes(config, element_bytes, compiled)
@@ -63,16 +62,16 @@ def count_activations(run: RunConfig, element_bytes: int = 2) -> Activations:
         for layer in range(config.num_layers)
     )
     stream = num_tokens * config.width * element_bytes
-    # the last norm is not part of a layer, and so never compiled
+    # the last norm is not part of a layer, so it is never compiled
     norm = _Sizes(config, element_bytes, False).norm(config.width)
     phases = FLOAT32 * config.shape.head_width
     return Activations(layers, stream, num_tokens * (norm + phases))
 
 
 class _Sizes(NamedTuple):
-    """Bytes for each token of what the parts of a layer save.
+    """Bytes per token that the parts of a layer save.
 
-    A compiled layer makes again what is cheap: float32 copies, and products of two tensors.
+    A compiled layer recomputes what is cheap: float32 copies, and products of two tensors.
     """
 
     config: ModelConfig
@@ -80,19 +79,19 @@ class _Sizes(NamedTuple):
     compiled: bool
 
     def norm(self, width: int) -> int:
-        """Input, output and one number; eager, three float32 tensors and the output."""
+        """Input, output and one number; if not compiled, three float32 tensors and the output."""
         if self.compiled:
             return 2 * width * self.element + FLOAT32
         cast = self.element if self.element < FLOAT32 else 0
         return width * (3 * FLOAT32 + cast) + FLOAT32
 
     def head_norm(self, width: int) -> int:
-        """A norm of queries or keys, whose output is counted as such."""
+        """A norm of queries or keys, whose output is counted elsewhere."""
         return self.norm(width) - width * self.element if self.config.qk_norm else 0
 
     @property
     def query(self) -> int:
-        """Queries, what attention makes of them, and its softmax's sum."""
+        """Queries, the output of attention, and the softmax's sums."""
         width = self.config.num_heads * self.config.shape.head_width
         sums = FLOAT32 * self.config.num_heads
         return 2 * width * self.element + sums + self.head_norm(width)
@@ -104,12 +103,12 @@ class _Sizes(NamedTuple):
         return 2 * width * self.element + self.head_norm(width)
 
     def hidden(self, width: int) -> int:
-        """An MLP's inside: gate, input and their product, or one tensor before and after GELU."""
+        """Inside an MLP: gate, input and their product, or one tensor before and after GELU."""
         gated = 3 if self.compiled else 4
         return width * self.element * (gated if self.config.mlp == "swiglu" else 2)
 
     def router(self, *, normalize: bool = False) -> int:
-        """Float32 copies of a router's input, beside the input itself."""
+        """Float32 copies of a router's input, besides the input itself."""
         num_casts = int(self.element < FLOAT32)
         if normalize:
             num_casts += 1 + num_casts
@@ -123,7 +122,7 @@ class _Sizes(NamedTuple):
 def _list_saved(
     config: ModelConfig, sizes: _Sizes, layer: int, num_tokens: int, masked: bool
 ) -> Iterator[int]:
-    """Bytes that the parts of one layer save of one sequence."""
+    """Bytes that the parts of one layer save for one sequence."""
     width, element = config.width, sizes.element
     kept = offered = num_tokens
     num_deciders = 0
@@ -135,13 +134,13 @@ def _list_saved(
             num_deciders, offered = 2, num_kept(config.routing.kv_capacity, num_tokens)
     apart = num_deciders == 2
     if num_deciders:
-        # every token is scored; a score, an index and a place take 16 bytes
+        # every token is scored; a score, an index and a position take 16 bytes
         router = sizes.router(normalize=config.routing.normalize_input)
         scored = router + 16
         if config.routing.has_predictor:
             scored += sizes.predictor(config.routing.predictor_width)
         yield num_tokens * (width * element + num_deciders * scored)
-        # what was gathered: its phases, its copy for the gate, and in the end its update
+        # gathered tokens: their phases, a copy for the gate, and their updates
         gathered = kept + (offered if apart else 0)
         yield gathered * (FLOAT32 * config.shape.head_width + router)
         yield kept * width * element
@@ -158,23 +157,23 @@ def _list_saved(
     yield kept * (sizes.router() + 8 * experts.num_experts)
     if experts.has_predictor:
         yield kept * sizes.predictor(experts.predictor_width)
-    # each pair: what goes in, the inside, what comes out, and its weighted sum
+    # each pair: input, inside, output, and weighted sum
     weighted = width * (element if sizes.compiled else FLOAT32)
     pair = 2 * width * element + sizes.hidden(config.shape.expert_width) + weighted
     yield flops.count_expert_pairs(config, kept) * pair
 
 
-# a parameter's share of a checkpoint: itself in float32, and AdamW's two moments
+# bytes of a parameter in a checkpoint: itself in float32, and AdamW's two moments
 STATE_BYTES = 3 * FLOAT32
 
-# a ring's step inside a node and between nodes, as NCCL's own cost model has them
+# latency of a ring's step inside a node and between nodes, from NCCL's cost model
 # (src/graph/tuning.cc: Ring, Simple)
 STEP_SECONDS, NODE_STEP_SECONDS = 3.4e-6, 9.6e-6
 
-# sizes of GPUs to compare with, as their makers call them
+# common GPU memory sizes, in the manufacturers' units
 GPU_BYTES = {"80 GB": 80e9, "141 GB": 141e9}
 
-# the share of a GPU that may be planned: its context, NCCL's buffers and gaps need the rest
+# usable fraction of a GPU's memory: CUDA's context, NCCL's buffers and fragmentation need the rest
 USABLE = 0.9
 
 
@@ -184,11 +183,11 @@ class Cluster(NamedTuple):
     num_gpus: int
     gpus_per_node: int = 8
     flops_per_second: float = 400e12
-    """What a GPU computes in a real training, not its maker's peak."""
+    """Achieved FLOP/s of a GPU in training, not its peak."""
     nvlink_bytes_per_second: float = 450e9
-    """Of one GPU inside its node, in one direction."""
+    """Bandwidth of one GPU inside its node, in one direction."""
     network_bytes_per_second: float = 50e9
-    """Of one GPU's part of its node's network, in one direction."""
+    """Bandwidth of the network per GPU, in one direction."""
 
 
 class Group(NamedTuple):
@@ -196,42 +195,42 @@ class Group(NamedTuple):
 
     kind: Literal["root", "layer", "router"]
     num_elements: int
-    """All of them, without padding."""
+    """Number of elements, without padding."""
     local_elements: int
-    """On one rank, as allocated."""
+    """Elements allocated on one rank."""
     num_muon: int = 0
-    """Those of `num_elements` that Muon trains: it has one moment."""
+    """Elements trained by Muon, which has one moment."""
     local_muon: int = 0
-    """Those of `local_elements`."""
+    """Elements of `local_elements` trained by Muon."""
 
 
 class MemoryBound(NamedTuple):
-    """Bytes on one GPU; their sum is a bound, because not all are there at the same time."""
+    """Bytes on one GPU; their sum is an upper bound, because not all exist at the same time."""
 
     parameters: int
     gradients: int
     optimizer: int
     gathered: int
-    """Whole layers in the type of the products, with the gradients that wait to be shared."""
+    """Gathered layers in the products' dtype, with gradients that are not reduced yet."""
     activations: int
     """An estimate."""
     loss: int
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all parts."""
         return sum(self)
 
 
 class Traffic(NamedTuple):
-    """What one rank receives in a step; it sends as much."""
+    """Bytes that one rank receives in a step; it sends as many."""
 
     all_gather_bytes: int
     reduce_scatter_bytes: int
     all_reduce_bytes: int
-    """Between replicas, under HSDP."""
+    """Between replicas, with HSDP."""
     seconds: float
-    """At the stated rates, if nothing else runs."""
+    """At the given rates, without overlap."""
 
 
 class Estimate(NamedTuple):
@@ -240,25 +239,25 @@ class Estimate(NamedTuple):
     cluster: Cluster
     shard_size: int
     num_rows: int
-    """Sequences of a micro-batch on one GPU."""
+    """Sequences per micro-batch on one GPU."""
     memory: MemoryBound
     activations_kept: int
     """`memory.activations` without activation checkpointing."""
     activations_recomputed: int
-    """The same with it."""
+    """`memory.activations` with activation checkpointing."""
     host_bytes: int
-    """On one node: the ranks' copies for a checkpoint, or at the start one matrix of each."""
+    """Memory of a node: the ranks' copies for a checkpoint, or one matrix each at the start."""
     checkpoint_bytes: int
     """One checkpoint on disk."""
     disk_bytes: int
-    """Those that are kept, the best one and the one being written."""
+    """The kept checkpoints, the best one and the one being written."""
     traffic: Traffic
     compute_seconds: float
     padding: float
-    """What padding adds to the shards, as a share."""
+    """Fraction that padding adds to the shards."""
 
     def fits(self, gpu_bytes: float) -> bool:
-        """Whether a GPU of so much memory would do."""
+        """Whether the run fits on a GPU with this much memory."""
         return self.memory.total <= USABLE * gpu_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -270,7 +269,7 @@ class Estimate(NamedTuple):
 
 
 def estimate_run(run: RunConfig, cluster: Cluster) -> Estimate:
-    """Everything about `run` on `cluster`; refuses what the training itself would refuse."""
+    """The estimate for `run` on `cluster`; refuses what training would refuse."""
     recipe, config, num_gpus = run.train, run.model, cluster.num_gpus
     _check(recipe, cluster)
     shard_size = _find_shard_size(recipe, num_gpus)
@@ -290,7 +289,7 @@ def estimate_run(run: RunConfig, cluster: Cluster) -> Estimate:
     compute = flops.training_flops(
         config, seq_len=run.seq_len, batch_size=recipe.batch_size, causal_half=True
     )
-    # a second forward pass beside the three that a step counts
+    # recomputation: one more forward pass besides the three that a step counts
     compute = compute * 4 / 3 if recipe.checkpoint_activations else compute
     return Estimate(
         cluster=cluster,
@@ -318,7 +317,7 @@ def estimate_run(run: RunConfig, cluster: Cluster) -> Estimate:
 def print_estimates(
     name: str, run: RunConfig, estimates: Sequence[Estimate], console: "Console"
 ) -> None:
-    """A table with a column for each number of GPUs, and under it what was assumed."""
+    """Print a table with one column per number of GPUs, followed by the assumptions."""
     from rich import box
     from rich.table import Table
 
@@ -333,20 +332,20 @@ def print_estimates(
     cluster = estimates[0].cluster
     total = format_number(flops.num_parameters(run.model).total)
     lines = (
-        f"{total} parameters, {run.train.batch_size} x {run.seq_len} tokens a step; "
+        f"{total} parameters, {run.train.batch_size} x {run.seq_len} tokens per step; "
         f"nothing here was measured on GPUs",
         table,
-        f"Assumed: {cluster.flops_per_second / 1e12:g} TFLOP/s of a GPU, nodes of "
+        f"Assumed: {cluster.flops_per_second / 1e12:g} TFLOP/s per GPU, nodes of "
         f"{cluster.gpus_per_node}, {cluster.nvlink_bytes_per_second / 1e9:g} GB/s inside, "
-        f"{cluster.network_bytes_per_second / 1e9:g} GB/s of network for each GPU. A total fits "
-        f"where it is at most 90 % of the GPU. Activations are an estimate.",
+        f"{cluster.network_bytes_per_second / 1e9:g} GB/s of network per GPU. A total fits "
+        f"if it is at most 90 % of the GPU. Activations are an estimate.",
     )
     for line in lines:
         console.print(line, highlight=False, soft_wrap=isinstance(line, str))
 
 
 def list_rows(estimate: Estimate) -> dict[str, str]:
-    """A column of the table: label → what stands there."""
+    """A column of the table: label → cell."""
     memory, traffic, compute = estimate.memory, estimate.traffic, estimate.compute_seconds
     longest, both = max(compute, traffic.seconds), compute + traffic.seconds
     recomputes = memory.activations == estimate.activations_recomputed
@@ -392,7 +391,7 @@ def _find_shard_size(recipe: Recipe, num_gpus: int) -> int:
 
 
 def count_shards(run: RunConfig, num_gpus: int, rank: int = 0) -> list[Group]:
-    """What FSDP2 makes of a model on so many GPUs: one without memory, cut for real."""
+    """Shard a model with FSDP2 over this many GPUs, without allocating memory."""
     from torch.distributed.fsdp import FSDPModule
 
     from depthmix.nn import Transformer
@@ -412,7 +411,7 @@ def count_shards(run: RunConfig, num_gpus: int, rank: int = 0) -> list[Group]:
     with _pretend_world(num_gpus, rank):
         shard_model(root, make_mesh(num_gpus, "cpu", run.train.shard_size), torch.bfloat16)
         muon = {id(p) for p in list_muon(root.model)} if by_muon else set()
-        # inner modules come last: what they leave belongs to the outer ones
+        # inner modules come first; the parameters that they leave belong to the outer ones
         for module in reversed(list(root.modules())):
             if isinstance(module, FSDPModule):
                 own: list[Any] = [p for p in module.parameters() if id(p) not in seen]
@@ -429,7 +428,7 @@ def count_shards(run: RunConfig, num_gpus: int, rank: int = 0) -> list[Group]:
 
 @contextmanager
 def _pretend_world(num_ranks: int, rank: int) -> Iterator[None]:
-    """A process group whose other ranks do not exist; nothing that it sends arrives."""
+    """A fake process group without the other ranks; nothing is sent."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -442,14 +441,14 @@ def _pretend_world(num_ranks: int, rank: int) -> Iterator[None]:
 
 
 def count_gathered(groups: Sequence[Group], size: int, shard_size: int) -> int:
-    """Bytes of whole copies in a type of `size` bytes.
+    """Bytes of gathered copies in a dtype of `size` bytes.
 
-    The root's parameters and gradients stay for a step; of the layers, the one that computes and
-    the one that arrives, the first one's gradients, and those in float32 on their way out.
+    The root's parameters and gradients stay for the whole step; of the layers, the one computing
+    and the one being gathered, the first one's gradients, and those being reduced in float32.
     """
     layers = [shard_size * group.local_elements for group in groups if group.kind == "layer"]
     if not layers:
-        # one GPU: the products' own copies of the weights, which the backward pass needs again
+        # one GPU: autocast's copies of the weights, which the backward pass needs again
         return 0 if size == FLOAT32 else size * groups[0].num_elements
     root = sum(shard_size * group.local_elements for group in groups if group.kind == "root")
     routers = sum(shard_size * group.local_elements for group in groups if group.kind == "router")
@@ -466,10 +465,10 @@ def _count_loss(run: RunConfig, num_rows: int, size: int) -> int:
 
 
 def count_traffic(groups: Sequence[Group], size: int, recipe: Recipe, cluster: Cluster) -> Traffic:
-    """What one rank receives in a step, and the time that it takes at the stated rates.
+    """The bytes that one rank receives in a step, and the time for it at the given rates.
 
-    Rings: of n parts each rank receives n - 1. Layers are gathered for the forward pass and again
-    for the backward one; the root and the routers stay in between.
+    In a ring, each rank receives n - 1 of n parts. Layers are gathered for the forward pass and
+    again for the backward pass; the root and the routers stay in between.
     """
     num_shards = _find_shard_size(recipe, cluster.num_gpus)
     num_replicas = cluster.num_gpus // num_shards
@@ -485,7 +484,7 @@ def count_traffic(groups: Sequence[Group], size: int, recipe: Recipe, cluster: C
         reduce = 2 * (num_replicas - 1) * FLOAT32 * local // num_replicas
     per_node = cluster.gpus_per_node
     seconds = _time_rings(cluster, gather + scatter, num_rings, num_shards, per_node)
-    # replicas of one shard stand a shard group apart
+    # replicas of a shard are one shard group apart
     per_node = max(1, per_node // num_shards)
     seconds += _time_rings(cluster, reduce, 2 * len(groups), num_replicas, per_node)
     sent = [recipe.num_micro_batches * count for count in (gather, scatter, reduce)]
@@ -495,20 +494,20 @@ def count_traffic(groups: Sequence[Group], size: int, recipe: Recipe, cluster: C
 def _time_rings(
     cluster: Cluster, num_bytes: int, num_rings: int, num_ranks: int, per_node: int
 ) -> float:
-    """Seconds for a rank to receive `num_bytes` in so many turns around a ring."""
+    """Seconds for a rank to receive `num_bytes` in this many turns of a ring."""
     num_nodes = math.ceil(num_ranks / per_node)
     rate = cluster.nvlink_bytes_per_second
     if num_nodes > 1:
-        # a ring enters a node once, by the network of all its members in it
+        # a ring enters each node once, over the network of all its members there
         rate = min(rate, min(per_node, num_ranks) * cluster.network_bytes_per_second)
     turn = (num_ranks - num_nodes) * STEP_SECONDS + (num_nodes - 1) * NODE_STEP_SECONDS
     return num_bytes / rate + num_rings * turn
 
 
 def check_memory(run: RunConfig, world: World) -> None:
-    """Refuse what cannot fit, before the system kills the process for trying."""
-    # a bound from below: weights in float32, where they learn also a gradient and a moment, and
-    # what enters each block
+    """Refuse a run that cannot fit in memory, before the system kills the process."""
+    # a lower bound: weights in float32, for trained ones also a gradient and a moment, and the
+    # input of each block
     num_tokens = run.tokens_per_step // run.train.num_micro_batches // world.size
     needed = 2 * num_tokens * run.model.width * run.model.num_layers
     try:
@@ -523,6 +522,6 @@ def check_memory(run: RunConfig, world: World) -> None:
     if needed > present:
         size = format_bytes(min(needed, LARGEST_BYTES))
         raise ValueError(
-            f"this needs more than {size} of memory and there are {format_bytes(present)}: take a "
+            f"this needs more than {size} of memory and there are {format_bytes(present)}: use a "
             f"smaller model, a smaller train.batch_size or a larger train.num_micro_batches"
         )

@@ -1,7 +1,7 @@
-"""What a step's numbers become: means over steps, speed, compute spent, share of the GPU's peak.
+"""Metrics of training steps: means, speed, compute spent, and fraction of the GPU's peak.
 
-Reads the device only when asked, so that a step never waits for a number; and what is cut off at a
-step can be read when the next one is under way. Knows nothing of files.
+Reads the device only on request, so that steps never wait for a number; the metrics up to a step
+can be read while the next one runs.
 """
 
 import math
@@ -20,8 +20,8 @@ from depthmix.train.evaluate import describe_routing
 from depthmix.train.step import StepLoss
 from depthmix.world import World
 
-# dense bf16 products, from the makers' data sheets, by a part of the name that torch gives; the
-# first that fits counts
+# dense bf16 FLOP/s from the data sheets, by a part of the device's name in torch; the first match
+# counts
 PEAK_FLOPS = {
     "B200": 2250e12,
     "GH200": 989e12,
@@ -36,25 +36,25 @@ PEAK_FLOPS = {
 }
 
 
-# the host's clock, or a place in the device's queue: there the host is ahead of the steps
+# the host's clock, or an event in the device's queue, as the host runs ahead of the steps
 Moment = float | torch.cuda.Event
 
 
 class MetricSums(NamedTuple):
-    """The steps between two lines of metrics, not waited for yet."""
+    """The steps between two lines of metrics, not read yet."""
 
     step: int
     names: list[str]
     sums: torch.Tensor
-    """On their way to the CPU: there when the last moment of `spans` has come."""
+    """Sums being copied to the CPU; complete when the last moment of `spans` has passed."""
     count: int
     spans: list[tuple[Moment, Moment]]
-    """When steps were taken, from and to."""
+    """Start and end of the times spent on steps."""
     num_timed: int
 
 
 class Meter:
-    """Collects the steps between two lines of metrics."""
+    """Accumulates the numbers of the steps between two lines of metrics."""
 
     def __init__(self, schedule: Schedule, world: World) -> None:
         self.schedule, self.world = schedule, world
@@ -66,7 +66,7 @@ class Meter:
         self._since = self._mark()
 
     def add(self, result: StepLoss) -> None:
-        """Take in a step's numbers; they stay on the device."""
+        """Add a step's numbers, which stay on the device."""
         named = {"loss": result.language_model, "total_loss": result.total}
         if result.grad_norm is not None:
             named["grad_norm"] = result.grad_norm
@@ -75,21 +75,21 @@ class Meter:
         named |= describe_routing(result.routing)
         self._names = list(named)
         values = torch.stack([value.detach().float() for value in named.values()])
-        # a step that is replayed overwrites its numbers at the next
+        # a replayed step overwrites its numbers the next time
         self._sums = values if self._sums is None else self._sums + values
         self._count += 1
         self._num_timed += 1
         if self._num_timed == 0:
-            # the first step compiles and allocates: it says nothing about the next ones
+            # the first step compiles and allocates, so it is not timed
             self._spans, self._since = [], self._mark()
 
     def expect_slow_step(self) -> None:
-        """The next step compiles: timing starts after it."""
+        """Restart timing after the next step, because that one compiles."""
         self._num_timed = -1
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave out time that is not spent on steps."""
+        """Exclude time that is not spent on steps."""
         self._spans.append((self._since, self._mark()))
         yield
         self._since = self._mark()
@@ -102,7 +102,7 @@ class Meter:
         return {"names": self._names, "sums": sums, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`: means continue over a stop."""
+        """Inverse of `state_dict`: means continue after an interruption."""
         if state:
             self._names, self._count = state["names"], state["count"]
             self._sums = torch.tensor(state["sums"], device=self.world.device)
@@ -125,10 +125,10 @@ class Meter:
         assert self._sums is not None
         sums = self._sums.double()
         if self.world.size > 1:
-            # where the numbers are, and not when they are read: then, another process may be gone
+            # reduced now rather than when they are read: by then, another process may have exited
             dist.all_reduce(sums)
             sums /= self.world.size
-        # into memory that the device can write to by itself
+        # into pinned memory, to copy asynchronously
         on_cpu = torch.empty_like(sums, device="cpu", pin_memory=sums.is_cuda)
         on_cpu.copy_(sums, non_blocking=True)
         now = self._mark()
@@ -139,7 +139,7 @@ class Meter:
         return reading
 
     def read(self, reading: MetricSums) -> dict[str, Any]:
-        """Means over all processes, speed and compute; waits for the device to have come so far."""
+        """Means over all processes, speed and compute; waits for the device."""
         _, end = reading.spans[-1]
         if isinstance(end, torch.cuda.Event):
             end.synchronize()
@@ -162,7 +162,7 @@ class Meter:
             return dict.fromkeys(names)
         seconds = sum(measure_seconds(*span) for span in reading.spans) / reading.num_timed
         seconds = max(seconds, 1e-9)
-        # those of the last step, which most of these steps have been
+        # at the rate of the last step, which holds for most of these steps
         speed = self.schedule.find_stage(reading.step - 1).causal_flops / seconds
         share = speed / (self.peak * self.world.size) if self.peak else None
         tokens = self.schedule.run.tokens_per_step / seconds
@@ -170,19 +170,19 @@ class Meter:
 
 
 def check_finite(record: Mapping[str, Any], step: int) -> None:
-    """Refuse to continue with a loss, a gradient or weights that are not finite."""
+    """Raise an error if the loss, the gradient or the weights are not finite."""
     names = ("total_loss", "grad_norm", "weights")
     broken = [name for name in names if not math.isfinite(record.get(name, 0.0))]
     if broken:
         raise ValueError(
-            f"training diverged: {' and '.join(broken)} stopped being finite by step {step}; "
+            f"training diverged: {' and '.join(broken)} not finite by step {step}; "
             f"earlier checkpoints are intact: start again with a lower train.learning_rate or "
             f"a larger train.warmup_share"
         )
 
 
 def measure_seconds(begin: Moment, end: Moment) -> float:
-    """Seconds between two moments of one kind that have both come."""
+    """Seconds between two moments of the same kind, both in the past."""
     if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         return begin.elapsed_time(end) / 1e3
     assert isinstance(begin, float)
@@ -191,7 +191,7 @@ def measure_seconds(begin: Moment, end: Moment) -> float:
 
 
 def find_peak(device: torch.device) -> float | None:
-    """FLOP/s that the GPU's maker states, None if unknown."""
+    """The GPU's peak FLOP/s according to its data sheet; None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -199,7 +199,7 @@ def find_peak(device: torch.device) -> float | None:
 
 
 def measure_memory(device: torch.device) -> int:
-    """Most bytes in use so far: of the GPU, or of this process."""
+    """Peak memory in bytes, of the GPU or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,8 +1,8 @@
-"""Muon for steps that are recorded, stacks, and sharded matrices: those of a shape at once.
+"""Muon for CUDA graphs, stacks and sharded matrices; updates matrices of one shape together.
 
-Owns the exchange that makes whole matrices of sharded ones: each process gets every n-th and gives
-its parts back, so the products are shared out like everything else, and each matrix is sent twice.
-Knows nothing of models: which parameters are matrices, and their rates, others say.
+Sharded matrices are exchanged so that each of n processes gets every n-th one whole, computes its
+update and sends the parts back: the products are distributed, and each matrix is sent twice. The
+caller chooses the parameters and their rates.
 """
 
 import math
@@ -17,18 +17,18 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
-# of each iteration of Newton and Schulz, as torch's Muon has them
+# of each Newton-Schulz iteration, as in torch's Muon
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 NUM_ITERATIONS = 5
 EPS = 1e-7
 
 
 class Muon(Optimizer):
-    """The updates of torch's Muon, with AdamW's size, from a few large products.
+    """torch's Muon updates, scaled to AdamW's size, in a few large products.
 
-    torch's own goes through the matrices one by one, and its rates are numbers, which a recorded
-    step would keep for good. Here a parameter may be a stack of matrices, such as experts' weights.
-    Matrices that processes share are shared out whole for the products.
+    torch's own class handles matrices one by one, and its rates are numbers, which a recorded step
+    could not change. Here a parameter may also be a stack of matrices, such as experts' weights.
+    Sharded matrices are gathered, each on one process, for the products.
     """
 
     def __init__(self, params: Any, *, weight_decay: float, momentum: float) -> None:
@@ -36,7 +36,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore
-        """One step; parameters without a gradient stay."""
+        """One step; parameters without a gradient do not change."""
         assert closure is None, "the loss is computed before"
         for group in self.param_groups:
             by_shape = defaultdict(list)
@@ -57,7 +57,7 @@ class Muon(Optimizer):
             buffers.append(_get_own(state["momentum_buffer"]))
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         ahead = torch._foreach_lerp(gradients, buffers, group["momentum"])
-        # 0.2 is about the size of an update of AdamW's (arXiv:2502.16982)
+        # 0.2 is about the RMS of an AdamW update (arXiv:2502.16982)
         size = group["lr"] * 0.2 * math.sqrt(longest)
         if _is_shared(parameters[0]):
             exchange = Exchange(parameters)
@@ -70,7 +70,7 @@ class Muon(Optimizer):
 
 
 def _find_updates(matrices: Sequence[Tensor], size: float | Tensor) -> list[Tensor]:
-    """The updates of matrices, or stacks of them, of one shape, each lying or standing."""
+    """The updates of matrices, or stacks of them, of the same shape, wide or tall."""
     if not matrices:
         return []
     wide = torch.stack([_lay_wide(matrix) for matrix in matrices])
@@ -81,9 +81,9 @@ def _find_updates(matrices: Sequence[Tensor], size: float | Tensor) -> list[Tens
 def orthogonalize(
     matrices: Float[Tensor, "n short long"],
 ) -> Float[Tensor, "n short long"]:
-    """Matrices with the same singular vectors and singular values near 1, by Newton and Schulz."""
+    """Newton-Schulz: matrices with the same singular vectors, and singular values near 1."""
     a, b, c = COEFFICIENTS
-    # a CPU may not have products in bf16
+    # a CPU may lack bf16 products
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
     for _ in range(NUM_ITERATIONS):
@@ -99,7 +99,7 @@ def _is_shared(tensor: Tensor) -> bool:
 
 
 def _get_own(tensor: Any) -> Tensor:
-    """What this process holds of a tensor."""
+    """This process's part of a tensor."""
     return tensor.to_local() if _is_shared(tensor) else tensor
 
 
@@ -115,7 +115,7 @@ Shape = tuple[int, ...]
 
 
 class Exchange:
-    """For DTensors of one mesh whose last dimension shares them out, as `shard_model` does."""
+    """For DTensors that are sharded over the last dimension of one mesh, as by `shard_model`."""
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         mesh = tensors[0].device_mesh
@@ -127,11 +127,11 @@ class Exchange:
         """For each tensor, the shapes of its parts."""
         self.owned = [range(rank, len(tensors), self.size) for rank in range(self.size)]
         """For each process, the tensors that it gets."""
-        # begins what is sent: there may be nothing else
+        # an empty start, as there may be nothing to send
         self.nothing = tensors[0].to_local().new_empty(0)
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """From this process's part of every tensor, the whole of those that it owns."""
+        """From this process's part of every tensor to the whole tensors that it owns."""
         sent = [[parts[i] for i in owned] for owned in self.owned]
         mine = self.owned[self.rank]
         shapes = [[self.parts[i][sender] for i in mine] for sender in range(self.size)]
@@ -139,7 +139,7 @@ class Exchange:
         return [torch.cat(pieces, self.dims[i]) for i, pieces in zip(mine, found, strict=True)]
 
     def scatter(self, wholes: Sequence[Tensor]) -> list[Tensor]:
-        """From the tensors that this process owns, its part of every one: `gather`'s inverse."""
+        """From the tensors that this process owns to its part of every one; inverts `gather`."""
         mine = self.owned[self.rank]
         pieces = [
             whole.split([shape[self.dims[i]] for shape in self.parts[i]], self.dims[i])
@@ -158,7 +158,7 @@ class Exchange:
     def _send(
         self, tensors: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]]
     ) -> list[list[Tensor]]:
-        """Give each process its tensors; returns what each gave, of these shapes."""
+        """Send each process its tensors; returns those received, of these shapes."""
         rows = [[tensor.reshape(-1) for tensor in row] for row in tensors]
         sent = torch.cat([self.nothing, *(flat for row in rows for flat in row)])
         sizes = [[math.prod(shape) for shape in row] for row in shapes]
@@ -178,7 +178,7 @@ class Exchange:
 
 
 def cut_shape(shape: Shape, dim: int, num_parts: int) -> list[Shape]:
-    """Shapes of the parts of a tensor that is cut as FSDP2 does it: the last ones may be empty."""
+    """Shapes of the parts of a tensor that FSDP2 shards; the last ones may be empty."""
     step = math.ceil(shape[dim] / num_parts)
     edges = [min(part * step, shape[dim]) for part in range(num_parts + 1)]
     return [(*shape[:dim], end - start, *shape[dim + 1 :]) for start, end in pairwise(edges)]

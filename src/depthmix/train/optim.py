@@ -1,7 +1,4 @@
-"""Optimisers over a finished model: which parameter gets which rate, and the rate of a step.
-
-Knows nothing of losses or data.
-"""
+"""Optimisers for a model: the learning rate of each parameter, and of each step."""
 
 import math
 from collections.abc import Sequence
@@ -17,19 +14,19 @@ from depthmix.train.lora import list_adapters
 from depthmix.train.muon import Muon
 
 MUON_MOMENTUM = 0.95
-# the width at which its matrices have the learning rate itself
+# the width at which matrices have the unscaled learning rate
 MUON_WIDTH = 256
 
 
 def group_parameters(model: Transformer) -> dict[str, list[nn.Parameter]]:
-    """Parameters by how they are trained; each once, and what does not learn in none.
+    """Parameters grouped by how they are trained; frozen ones are in no group.
 
-    `matrices` are the blocks' own: an update of one of their entries is summed over the width, so
-    their rate falls with it (arXiv:2203.03466). So does that of `heads`, which do not decay: the
-    vocabulary's, where it is not tied, and the first matrix of an adapter; and that of `deciders`,
-    routers and predictors, which would drift towards ties if they decayed. Embeddings and norms,
-    the `others`, meet one entry at a time, and so do the predictors' `thresholds`; an adapter's
-    second matrix sums over its rank, at any width (arXiv:2402.12354).
+    The outputs of the blocks' `matrices` are sums over the width, so their rate falls with it
+    (arXiv:2203.03466). The same holds for two groups without weight decay: `heads` (an untied
+    output head, and the first matrix of each adapter) and `deciders` (routers and predictors, whose
+    scores would drift towards ties). Embeddings and norms (`others`) and the predictors'
+    `thresholds` are not summed over the width; nor is an adapter's second matrix, which sums over
+    its rank (arXiv:2402.12354).
     """
     adapters = list_adapters(model).values()
     modules = [m for m in model.modules() if isinstance(m, Router | Predictor)]
@@ -55,12 +52,12 @@ def group_parameters(model: Transformer) -> dict[str, list[nn.Parameter]]:
 
 
 def list_muon(model: Transformer) -> list[nn.Parameter]:
-    """What Muon trains, where it is asked for; stacks of experts are matrices of the same shape."""
+    """The parameters for Muon: matrices, and stacks of experts' matrices."""
     return group_parameters(model)["matrices"]
 
 
 def check_state(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse restored state that another optimiser made, such as AdamW's of stacks of experts."""
+    """Refuse restored state of another optimiser, such as AdamW's for stacks of experts."""
     for optimizer in optimizers:
         if not isinstance(optimizer, Muon):
             continue
@@ -74,10 +71,10 @@ def check_state(optimizers: Sequence[Optimizer]) -> None:
 def make_optimizers(
     model: Transformer, recipe: Recipe, *, capturable: bool = False
 ) -> list[Optimizer]:
-    """What `recipe` asks for; `set_rates` gives the learning rates before each step.
+    """The optimisers of a recipe; `set_rates` sets the learning rates before each step.
 
-    `capturable` is for steps that are recorded as a CUDA graph: rates are then tensors, which a
-    replay reads each time.
+    `capturable` is for steps recorded as a CUDA graph: rates are then tensors, which each replay
+    reads.
     """
     on_gpu = model.embedding.weight.is_cuda
     scale = BASE_WIDTH / model.config.width if recipe.scale_by_width else 1.0
@@ -90,7 +87,7 @@ def make_optimizers(
         matrices = groups.pop("matrices", [])
         if not matrices:
             raise ValueError("train.optimizer = muon has no matrix to train here: use adamw")
-        # all directions of its updates are of one size, so outputs change by √width, not by width
+        # its updates have the same size in all directions: outputs change by √width, not by width
         by_root = math.sqrt(MUON_WIDTH / model.config.width)
         group = {"params": matrices, "scale": by_root if recipe.scale_by_width else 1.0}
         optimizers.append(Muon([group], weight_decay=recipe.weight_decay, momentum=MUON_MOMENTUM))
@@ -117,7 +114,7 @@ def make_optimizers(
 
 
 def set_rates(optimizers: Sequence[Optimizer], recipe: Recipe, step: int, num_steps: int) -> float:
-    """Give every group its learning rate for `step`; returns the unscaled one."""
+    """Set every group's learning rate for `step`; returns the unscaled rate."""
     rate = recipe.learning_rate * recipe.rate_at(step, num_steps)
     for group in (g for optimizer in optimizers for g in optimizer.param_groups):
         if isinstance(group["lr"], Tensor):

@@ -1,7 +1,6 @@
-"""A model shared by many processes, by PyTorch's own engine: FSDP2 and HSDP on a device mesh.
+"""Sharding with FSDP2 and HSDP, compilation, and activation checkpointing.
 
-Acts on a finished model from outside, and so do compilation and activation checkpointing. Knows
-nothing of data, losses or optimisers, nor how the processes came together.
+All three are applied to a finished model.
 """
 
 import math
@@ -20,7 +19,7 @@ from depthmix.world import World
 
 
 def make_mesh(size: int, device: str, shard_size: int | None) -> Any:
-    """One dimension of processes that share the weights, or two where they are replicated too."""
+    """One dimension of processes that share the weights, or two if they are replicated too."""
     from torch.distributed.device_mesh import init_device_mesh
 
     shard_size = shard_size or size
@@ -35,19 +34,19 @@ def make_mesh(size: int, device: str, shard_size: int | None) -> Any:
 
 
 def shard_model(root: nn.Module, mesh: Any, precision: torch.dtype | None) -> None:
-    """Share parameters, gradients and optimiser state between the mesh's processes, in place.
+    """Shard parameters, gradients and optimiser state over the mesh's processes, in place.
 
-    A group of its own for every block, so that one is gathered while another computes. Routers
-    keep their float32: rounded, their scores would tie.
+    Every block is its own group, so that one is gathered while another computes. Routers stay in
+    float32, because rounded scores would tie.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard
 
     def place(parameter: nn.Parameter) -> Shard:
-        # the mesh's last dimension is the one that shares
+        # the mesh's last dimension is the sharded one
         return Shard(choose_shard_dim(tuple(parameter.shape), mesh.size(mesh.ndim - 1)))
 
-    # what enters a block is not cast: rotary phases would be rounded, and with them positions
+    # a block's inputs are not cast: rounded rotary phases would mean wrong positions
     policy = MixedPrecisionPolicy(
         param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -55,7 +54,7 @@ def shard_model(root: nn.Module, mesh: Any, precision: torch.dtype | None) -> No
     assert isinstance(model, Transformer)
     for module in model.modules():
         if isinstance(module, Router):
-            # small, and used twice in a forward pass: gathered once, it stays for the step
+            # small, and used twice in a forward pass: gathered once per step
             fully_shard(
                 module,
                 mesh=mesh,
@@ -71,7 +70,7 @@ def shard_model(root: nn.Module, mesh: Any, precision: torch.dtype | None) -> No
 def wrap_model(
     root: nn.Module, recipe: Recipe, world: World, precision: torch.dtype | None, *, by_block: bool
 ) -> None:
-    """What a recipe asks for around a model on the meta device; several processes share it."""
+    """Shard, checkpoint and compile a model on the meta device, as the recipe says."""
     model = root.model
     assert isinstance(model, Transformer)
     if recipe.checkpoint_activations:
@@ -84,10 +83,10 @@ def wrap_model(
 
 
 def allocate(root: nn.Module, device: torch.device, seed: int) -> None:
-    """Give a model that was made on the meta device its memory and its first weights.
+    """Allocate and initialise a model that was created on the meta device.
 
-    They depend on the seed alone, not on how many processes share them: each draws whole matrices
-    on its CPU, one at a time, and keeps its part.
+    The weights depend only on the seed, not on the number of processes: each process draws whole
+    matrices on its CPU, one at a time, and keeps its part.
     """
     model = root.model
     assert isinstance(model, Transformer)
@@ -100,7 +99,7 @@ def allocate(root: nn.Module, device: torch.device, seed: int) -> None:
 
 
 class _DrawWhole(TorchFunctionMode):
-    """Random values of a sharded tensor are those that the whole one would have."""
+    """Initialise sharded tensors with the values that the whole ones would have."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -113,7 +112,7 @@ class _DrawWhole(TorchFunctionMode):
             whole = torch.empty(tensor.shape, dtype=tensor.dtype)
             options: dict[str, Any] = {n: v for n, v in kwargs.items() if n != "tensor"}
             func(whole, **options)
-            # every process has drawn the same, so nothing is sent
+            # every process draws the same values, so nothing is sent
             mesh, placements = tensor.device_mesh, tensor.placements
             part = distribute_tensor(whole.to(tensor.device), mesh, placements, src_data_rank=None)
             return tensor.copy_(part)
@@ -121,10 +120,10 @@ class _DrawWhole(TorchFunctionMode):
 
 
 def choose_shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
-    """The dimension to cut: the first, unless padding it would cost more than a tenth.
+    """The dimension to shard: the first, unless padding it would cost more than a tenth.
 
-    FSDP2 pads the first one to a multiple: of 8 experts, each of 512 processes would hold a whole
-    one. It cuts another only into equal parts, and at the price of a copy.
+    FSDP2 pads the first dimension to a multiple: with 8 experts, each of 512 processes would have
+    a whole one. It shards other dimensions only into equal parts, and at the cost of a copy.
     """
     padded = math.ceil(shape[0] / num_shards) * num_shards
     if padded <= 1.1 * shape[0]:
@@ -133,21 +132,21 @@ def choose_shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
 
 
 def compile_layers(model: Transformer, backend: Any = "inductor") -> None:
-    """Compile each layer on its own: sharding acts between them, and equal ones share a graph."""
-    # torch's own tracing looks at the gradient of what enters a layer, and warns itself
+    """Compile layer by layer: sharding acts between layers, and equal layers share a graph."""
+    # torch's tracing reads the gradient of a layer's input, which triggers its own warning
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    # layers share their code, and past torch's limit of 8 the rest would run uncompiled: a graph
-    # for each capacity, in training and under each selector of a validation
+    # layers share their code, and beyond torch's limit of 8 graphs they would run uncompiled; there
+    # is one per capacity, in training and for each selector in validation
     config, num_graphs = torch._dynamo.config, 8 * len(model.layers)
     config.recompile_limit = max(config.recompile_limit, num_graphs)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8 * num_graphs)
     for layer in model.layers:
-        # capacities differ, shapes do not change: as symbols they would not even trace
+        # capacities differ between layers but never change, and cannot be traced as symbols
         layer.compile(backend=backend, dynamic=False)
 
 
 def checkpoint_activations(model: Transformer) -> None:
-    """Keep only what enters each block; the backward pass computes the rest again."""
+    """Keep only each block's input; the backward pass recomputes the rest."""
     from torch.utils.checkpoint import checkpoint
 
     for layer in model.layers:
@@ -164,7 +163,7 @@ def _recompute(checkpoint: Callable[..., Any], forward: Callable[..., Any]) -> C
 
 
 def resolve_precision(recipe: Recipe, device: torch.device) -> torch.dtype | None:
-    """The type of the matrix products, None for float32."""
+    """The dtype of matrix products, None for float32."""
     wanted = recipe.precision
     if wanted == "auto":
         wanted = "bfloat16" if device.type == "cuda" else "float32"

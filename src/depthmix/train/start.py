@@ -1,7 +1,4 @@
-"""The weights that a training begins with: another model's, and which of them learn.
-
-Knows nothing of data and of steps.
-"""
+"""The initial weights of a training run: another model's, and which of them to train."""
 
 from collections.abc import Mapping
 
@@ -17,9 +14,9 @@ from depthmix.nn.router import Predictor, Router
 
 @torch.no_grad()
 def load_start(model: Transformer, source: StoredModel, seed: int) -> str:
-    """Put the weights of `source` into a model that may route elsewhere; a sentence about it.
+    """Load the weights of `source`, whose routed blocks may be others; returns a message about it.
 
-    On every process; each keeps its part where the model is sharded.
+    Called on every process; if the model is sharded, each keeps its part.
     """
     fitted = fit_weights(model.config, source.load(), source.path, seed)
     _copy(model, fitted.weights)
@@ -43,12 +40,13 @@ def _copy(model: Transformer, weights: Mapping[str, Tensor]) -> None:
 
 
 def freeze(model: Transformer, trainable: str) -> None:
-    """Let only that part learn: `all`, or routers and predictors, to which `lora` adds its own."""
+    """Freeze all other parameters: `all` trains everything, `routers` only routers and predictors,
+    and `lora` those and the adapters."""
     if trainable == "all":
         return
     routes = model.config.routed_layers or model.config.expert_layers
     if trainable == "routers" and not routes:
-        raise ValueError("train.trainable = routers needs a model that routes")
+        raise ValueError("train.trainable = routers needs a model with routed blocks")
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, Router | Predictor):

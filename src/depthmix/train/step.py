@@ -1,6 +1,6 @@
-"""One optimisation step over a finished model: forward, backward, optimiser; compiled, captured.
+"""One optimisation step of a model: forward, backward and optimiser, compiled or as a CUDA graph.
 
-Applied from outside: the model knows nothing of it. Knows nothing of data, schedules or logging.
+Independent of data, schedules and logging, and the model does not depend on it.
 """
 
 import sys
@@ -23,21 +23,21 @@ from depthmix.train.distill import Distillation
 
 
 class StepLoss(NamedTuple):
-    """What a step returns: the parts of the loss that is minimised."""
+    """The result of a step: the parts of the loss."""
 
     language_model: Float[Tensor, ""]
     routing: RoutingLoss
     grad_norm: Float[Tensor, ""] | None = None
-    """Norm of the gradient before it was clipped; None without clipping."""
+    """Norm of the gradient before clipping; None without clipping."""
     distilled: Float[Tensor, ""] | None = None
-    """What a teacher adds; None without one."""
+    """The distillation loss; None without a teacher."""
 
     @property
     def total(self) -> Float[Tensor, ""]:
         """The loss that is minimised."""
-        # added up here and not in what is compiled: where routing adds nothing, a compiler may see
-        # that the total and the language model's part are one tensor, and return it as the one of
-        # the two that needs no gradient
+        # added here, outside of the compiled function: without a routing loss, the compiler may
+        # merge the total and the language model's part into one tensor, and return the one that
+        # needs no gradient
         total = self.language_model + self.routing.loss
         return total if self.distilled is None else total + self.distilled
 
@@ -62,7 +62,7 @@ def compute_loss(
 
 
 class Root(nn.Module):
-    """Runs functions of a model as a module's `forward`, which is what sharding hooks into."""
+    """Runs functions of a model as a module's `forward`, where sharding has its hooks."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
@@ -100,20 +100,20 @@ class TrainStep:
 
         `cuda_graph` records a whole step once and replays it: the CPU then launches one graph
         instead of a thousand kernels. It needs an optimiser made with `capturable=True`, and
-        batches of one shape. `max_grad_norm` is the largest norm of the gradient, 0 for any; a
-        batch is cut into `num_micro_batches`. `root` holds the model where it is sharded.
-        `distillation` is a teacher to learn from.
+        batches of one shape. Gradients are clipped to `max_grad_norm`, unless it is 0; a batch is
+        split into `num_micro_batches`. `root` wraps the model if it is sharded. `distillation` is a
+        teacher to learn from.
         """
         self.model, self.precision = model, precision
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.max_grad_norm, self.num_micro_batches = max_grad_norm, num_micro_batches
-        # without a teacher the plain function: nothing more to trace and to guard
+        # without a teacher, the plain function: less to trace and guard
         taught = distillation is not None
         self.compute_loss: Callable[..., StepLoss] = (
             partial(compute_loss, distillation=distillation) if taught else compute_loss
         )
-        # a fused optimiser divides the gradient as it reads it, which saves a pass over memory; one
-        # tensor for good, since a recorded step finds it by its place
+        # a fused optimiser divides the gradient as it reads it, which saves a pass over memory;
+        # always the same tensor, because a recorded step refers to its address
         fused = all(g.get("fused") for o in self.optimizers for g in o.param_groups)
         device = model.embedding.weight.device
         self.divisor = torch.ones((), device=device) if max_grad_norm > 0 and fused else None
@@ -140,10 +140,10 @@ class TrainStep:
         return self.recording.replay(inputs)
 
     def forget(self) -> None:
-        """Compile and record again at the next step: from now on shapes are different."""
+        """Compile and record again at the next step, for new shapes."""
         self.recording = None
         if "torch._dynamo" in sys.modules:
-            # also the guesses which sizes vary: as a symbol, a capacity would not even trace
+            # also drop inferred dynamic sizes: a symbolic capacity cannot be traced
             torch._dynamo.reset()
 
     def _step(self, *inputs: Tensor | None) -> StepLoss:
@@ -157,7 +157,7 @@ class TrainStep:
         if self.max_grad_norm > 0:
             norm = clip_gradients(self.model, self.max_grad_norm, self.divisor)
         for optimizer in self.optimizers:
-            # where torch's fused optimisers look for it; no other of their steps is to see it
+            # where torch's fused optimisers look for it; removed again for other steps
             optimizer.grad_scale = self.divisor  # pyrefly: ignore[missing-attribute]
             optimizer.step()
             del optimizer.grad_scale  # pyrefly: ignore[missing-attribute]
@@ -176,8 +176,8 @@ class TrainStep:
 
     def _record(self, inputs: tuple[Tensor | None, ...]) -> "Recording":
         static = tuple(None if t is None else t.clone() for t in inputs)
-        # compiling and the optimiser's first step allocate; neither may happen inside a capture,
-        # and neither may count as a step of the training
+        # compiling and the optimiser's first step allocate: they must not happen inside a capture,
+        # and must not count as training steps
         saved = _copy_state(self.model, self.optimizers)
         graph, result = record_graph(lambda: self._step(*static))
         _restore_state(self.optimizers, saved)
@@ -185,7 +185,7 @@ class TrainStep:
 
 
 class Recording(NamedTuple):
-    """A step as a CUDA graph, with the memory that it reads and writes."""
+    """A step recorded as a CUDA graph, with the memory that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor | None, ...]
@@ -197,7 +197,7 @@ class Recording(NamedTuple):
             shapes = [None if t is None else tuple(t.shape) for t in (static, new)]
             if shapes[0] != shapes[1]:
                 raise ValueError(
-                    f"this step was recorded for a batch of {shapes[0]} and was given {shapes[1]}: "
+                    f"this step was recorded for a batch of {shapes[0]}, but got {shapes[1]}: "
                     f"keep one shape, or make the TrainStep without cuda_graph"
                 )
             if static is not None and new is not None:
@@ -209,15 +209,15 @@ class Recording(NamedTuple):
 def clip_gradients(
     model: nn.Module, largest: float, divisor: Float[Tensor, ""] | None = None
 ) -> Float[Tensor, ""]:
-    """Scale the gradient down to a norm of at most `largest`; its norm before.
+    """Scale the gradient down to a norm of at most `largest`; returns its norm before.
 
-    Given a `divisor`, the gradient stays, and this becomes what to divide it by.
+    With a `divisor`, the gradient is unchanged, and this tensor is set to the number to divide by.
     """
     params = [p for p in model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], foreach=True)
     if divisor is None:
         nn.utils.clip_grads_with_norm_(params, largest, norm, foreach=True)
-    # of a sharded model every rank has a part of the sum
+    # in a sharded model, every rank has a part of the sum
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     if divisor is not None:
         divisor.copy_(norm / largest).clamp_(min=1)
@@ -255,7 +255,7 @@ def _copy_state(model: Transformer, optimizers: Sequence[Optimizer]) -> list[tup
 
 @torch.no_grad()
 def _restore_state(optimizers: Sequence[Optimizer], saved: list[tuple[Tensor, Tensor]]) -> None:
-    """Undo the steps since `_copy_state`; optimiser state that they made starts at zero."""
+    """Undo the steps since `_copy_state`; optimiser state that they created is set to zero."""
     known = {id(tensor) for tensor, _ in saved}
     for tensor, copy in saved:
         tensor.copy_(copy)
