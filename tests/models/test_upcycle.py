@@ -40,7 +40,7 @@ def test_the_run_is_the_dense_model_where_nothing_is_skipped(dense: Path, tmp_pa
 
 def test_it_says_what_it_did(dense: Path, tmp_path: Path) -> None:
     made = upcycle(open_model(dense), tmp_path / "run", ROUTING)
-    first, second, third = made.describe()
+    first, second, third, last = made.describe()
     num_new = flops.num_parameters(made.config).total
     num_new -= flops.num_parameters(made.config.dense_twin()).total
     assert f"(llama), {num_new:,} of them new" in first
@@ -50,6 +50,9 @@ def test_it_says_what_it_did(dense: Path, tmp_path: Path) -> None:
         for config in (made.config.dense_twin(), made.config)
     )
     assert f"64 tokens: {whole:.3g} dense, {routed:.3g} routed ({routed / whole:.1%})" in third
+    assert last.endswith("it still equals the dense model")
+    raw = upcycle(open_model(dense), tmp_path / "raw", {**ROUTING, "routing.gate": "raw"})
+    assert len(raw.describe()) == 3
 
 
 def test_the_folder_knows_its_tokenizer_and_its_origin(dense: Path, tmp_path: Path) -> None:

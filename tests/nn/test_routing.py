@@ -254,11 +254,12 @@ def test_gates_by_hand(
 
 def test_every_gate_has_its_formula() -> None:
     scores = torch.tensor([[-0.5, 0.0, 2.0]], dtype=torch.float64)
-    for name, formula in GATES.items():
-        told = [
-            eval(formula, {"r": r, "exp": math.exp, "tanh": math.tanh}) for r in scores[0].tolist()
-        ]
+    names = {"exp": math.exp, "tanh": math.tanh}
+    for name, rule in GATES.items():
+        told = [eval(rule.formula, {**names, "r": r}) for r in scores[0].tolist()]
         assert apply_gate(name, scores)[0].tolist() == pytest.approx(told), name
+        assert told[1] == rule.at_zero, name
+        assert (len(set(told)) == 1) == rule.is_constant, name
 
 
 def test_unknown_gate_is_refused() -> None:

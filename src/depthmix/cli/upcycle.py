@@ -116,8 +116,6 @@ def upcycle(
     place, length = shlex.quote(str(out)), min(SHOWN_LENGTH, made.config.max_seq_len)
     for line in made.describe():
         print(line)
-    if made.config.routing.gate == "tanh1" and made.config.routing.init_std == 0:
-        print("with selector 'all', which routes every token, it still equals the dense model")
     print("its routers are untrained, so routing costs quality; heal it with:")
     print(f"  depthmix prepare TEXT --tokenizer {place} --out DATA")
     print(

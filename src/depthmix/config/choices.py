@@ -33,6 +33,17 @@ class Strategy(NamedTuple):
     """Whether only a loss keeps the fraction of routed tokens near the capacity."""
 
 
+class GateRule(NamedTuple):
+    """A factor on the update of a kept token."""
+
+    formula: str
+    """Of a score r, for `--help`."""
+    at_zero: float
+    """Its value at r = 0, where routers may start."""
+    is_constant: bool = False
+    """Whether it ignores the score, so that the router learns nothing from the update."""
+
+
 class ExpertStrategy(NamedTuple):
     """A way to assign tokens to experts."""
 
@@ -73,11 +84,11 @@ STRATEGIES: Mapping[str, Strategy] = {
     ),
 }
 
-GATES: Mapping[str, str] = {
-    "raw": "r",
-    "sigmoid": "1 / (1 + exp(-r))",
-    "tanh1": "1 + tanh(r)",
-    "unit": "1",
+GATES: Mapping[str, GateRule] = {
+    "raw": GateRule("r", at_zero=0.0),
+    "sigmoid": GateRule("1 / (1 + exp(-r))", at_zero=0.5),
+    "tanh1": GateRule("1 + tanh(r)", at_zero=1.0),
+    "unit": GateRule("1", at_zero=1.0, is_constant=True),
 }
 """The factor on the update of a token with score r."""
 
@@ -99,7 +110,7 @@ CAUSAL_SELECTORS = ("predictor", "router", "all")
 """The selectors that do not look at later tokens."""
 
 StrategyName = Annotated[str, Choices({name: s.meaning for name, s in STRATEGIES.items()})]
-GateName = Annotated[str, Choices(GATES)]
+GateName = Annotated[str, Choices({name: rule.formula for name, rule in GATES.items()})]
 NoiseGateName = Annotated[str, Choices(NOISE_GATES)]
 ExpertStrategyName = Annotated[
     str, Choices({name: s.meaning for name, s in EXPERT_STRATEGIES.items()})

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from depthmix import flops
 from depthmix.checkpoint.weights import fit_weights
-from depthmix.config import ModelConfig, RunConfig
+from depthmix.config import GATES, ModelConfig, RunConfig
 from depthmix.models.open import StoredModel
 from depthmix.models.vocabulary import find_end
 from depthmix.models.write import write_run
@@ -45,13 +45,15 @@ class Upcycled(NamedTuple):
     def describe(self) -> list[str]:
         """What was done, a line each."""
         config, routing = self.config, self.config.routing
+        gate = GATES[routing.gate]
+        is_same = gate.is_constant or (gate.at_zero == 1 and routing.init_std == 0)
         total = flops.num_parameters(config).total
         length = min(SHOWN_LENGTH, config.max_seq_len)
         dense = flops.forward_flops(config.dense_twin(), seq_len=length)
         routed = flops.forward_flops(config, seq_len=length)
         shares = sorted(set(config.capacities), reverse=True)
         shown = f"{shares[0]:g}" if len(shares) == 1 else f"{shares[0]:g} to {shares[-1]:g}"
-        return [
+        told = [
             f"{self.run.path}: {format_number(total)} parameters of {self.source.path} "
             f"({self.source.kind}), {self.num_new:,} of them new in routers and predictors",
             f"{len(config.routed_layers)} of {config.num_layers} blocks route: capacity {shown}, "
@@ -59,6 +61,11 @@ class Upcycled(NamedTuple):
             f"forward FLOPs of {length:,} tokens: {dense:.3g} dense, {routed:.3g} routed "
             f"({routed / dense:.1%})",
         ]
+        if is_same:
+            told += [
+                "with selector 'all', which routes every token, it still equals the dense model"
+            ]
+        return told
 
 
 def check_upcycle(source: StoredModel, out: Path, overrides: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from depthmix.budget import make_schedule
-from depthmix.config import STRATEGIES, ModelConfig, Recipe, RunConfig
+from depthmix.config import GATES, STRATEGIES, ModelConfig, Recipe, RunConfig
 from depthmix.flops import Parameters, flops_per_token, num_parameters
 from depthmix.runs import Record, RunSummary, read_runs
 from depthmix.runs.folder import RunDir
@@ -226,7 +226,7 @@ def name_kind(model: ModelConfig) -> str:
     kind = strategy.kind
     if strategy.is_random and not routing.draws_scores:
         # stronger controls than the paper's, whose gate is chance too
-        kind += UNIT_GATE if routing.gate == "unit" else LEARNED_GATE
+        kind += UNIT_GATE if GATES[routing.gate].is_constant else LEARNED_GATE
     if model.expert_layers:
         if model.routed_layers:
             return "mode staged" if kind.startswith("mod") else f"{kind} moe"
