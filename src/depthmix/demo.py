@@ -23,6 +23,7 @@ from depthmix.flops import training_flops
 from depthmix.infer import SamplingParams
 from depthmix.models import open_model
 from depthmix.models.vocabulary import find_vocabulary
+from depthmix.progress import say
 from depthmix.report import write_report
 from depthmix.report.curves import Points, draw_text_plot, plot_losses
 from depthmix.report.describe import describe_model, print_tables
@@ -111,12 +112,12 @@ def run_demo(
     save_picture(
         console, curves, folder / PICTURE, f"Dense and routed at {format_power(flops)} FLOPs"
     )
-    _say(console, f"the runs: depthmix runs {folder}")
+    say(console, f"the runs: depthmix runs {folder}")
     # other data may not be Python: start from an empty prompt
     show_sample(console, routed, PROMPT if data is None else "", device)
     report = write_report(folder, None, shlex.join(["depthmix", "report", str(folder)]))
     shown = "in tables" if report.problem else "with their curves"
-    _say(console, f"\nThe report compares the two runs, {shown}: {report.page}")
+    say(console, f"\nThe report compares the two runs, {shown}: {report.page}")
     show_routing(console, routed, folder / ROUTING, device)
     console.print(f"\n{tell_outcome(config, dense, routed)}", highlight=False, markup=False)
     return dense, routed
@@ -189,9 +190,9 @@ def save_picture(console: Console, curves: Mapping[str, Points], path: Path, tit
     try:
         plot_losses(curves, path, title=title, y_label="training loss, nats per token")
     except NoMatplotlib as error:
-        _say(console, f"no picture: {error}")
+        say(console, f"no picture: {error}")
         return
-    _say(console, f"the picture: {path}")
+    say(console, f"the picture: {path}")
 
 
 def show_sample(console: Console, run: Trained, prompt: str, device: str | None) -> None:
@@ -202,9 +203,9 @@ def show_sample(console: Console, run: Trained, prompt: str, device: str | None)
         sampler = start_sampler(model, device=device, max_batch=1)
     except ValueError as error:
         # data prepared from token ids has no tokenizer
-        _say(console, f"\nno sample: {error}")
+        say(console, f"\nno sample: {error}")
         return
-    _say(console, f"\nA sample of {run.name}, routed token by token:\n")
+    say(console, f"\nA sample of {run.name}, routed token by token:\n")
     # leave room for the prompt in a model with short sequences
     most = min(SAMPLING.max_tokens, model.config.max_seq_len // 2)
     params = dataclasses.replace(SAMPLING, max_tokens=most)
@@ -212,9 +213,9 @@ def show_sample(console: Console, run: Trained, prompt: str, device: str | None)
     show.warm_up()
     show.run()
     for line in show.summarize():
-        _say(console, line)
+        say(console, line)
     more = f"--prompt {shlex.quote(prompt)} " if prompt else ""
-    _say(console, f"more: depthmix sample {shlex.quote(str(path))} {more}--color")
+    say(console, f"more: depthmix sample {shlex.quote(str(path))} {more}--color")
 
 
 def show_routing(console: Console, run: Trained, page: Path, device: str | None) -> None:
@@ -225,10 +226,10 @@ def show_routing(console: Console, run: Trained, page: Path, device: str | None)
         found = trace_model(model, words, text="held-out text", max_tokens=NUM_READ, device=device)
     except ValueError as error:
         # data prepared from token ids has no tokenizer, and some data has no validation split
-        _say(console, f"no routing page: {error}")
+        say(console, f"no routing page: {error}")
         return
     replace_file(page, write_page(found))
-    _say(
+    say(
         console,
         f"The routing page shows through how many routed blocks each of {len(found['tokens'])} "
         f"tokens of held-out text went: {page}",
@@ -273,10 +274,6 @@ def print_result(console: Console, dense: Trained, routed: Trained) -> None:
     per_token = [run.last["flops"] / run.last["tokens"] for run in runs]
     add("speed-up, by FLOPs", "{:.2f} x", None, per_token[0] / per_token[1])
     console.print(table)
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _find_loss(run: Trained) -> float | None:

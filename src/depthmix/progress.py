@@ -1,14 +1,51 @@
-"""A progress bar with the elapsed and the remaining time.
+"""What a terminal shows while something takes long: sentences, a line that goes, a progress bar.
 
 Training has a display of its own (`train.log`), which must not draw from a thread.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import rich.console
+
+LINE_WIDTH = 79
+
+# if a reader of stdout exits, as `| tee` does on Ctrl-C, the work continues; rich raises the second
+READER_GONE = (OSError, SystemExit)
+
+
+def say(console: "rich.console.Console", sentence: str) -> None:
+    """Print a sentence without wrapping or markup, above the bar if there is one."""
+    with suppress(*READER_GONE):
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def show_line(what: str) -> Iterator[Callable[[], object] | None]:
+    """Yields a function that shows a line on stderr until the block ends, or None if stderr is not
+    a terminal."""
+    screen = sys.stderr
+    if not screen.isatty():
+        yield None
+        return
+
+    written = False
+
+    def write() -> None:
+        nonlocal written
+        written = True
+        screen.write(f"\r{what[:LINE_WIDTH]:<{LINE_WIDTH}}")
+        screen.flush()
+
+    try:
+        yield write
+    finally:
+        if written:
+            screen.write(f"\r{'':<{LINE_WIDTH}}\r")
+            screen.flush()
 
 
 class Bar:

@@ -5,7 +5,7 @@ Commands do not import each other; anything that two of them need is here.
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -54,8 +54,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-LINE_WIDTH = 79
 
 # an unknown option may be a field written as --field value
 FIELDS_ALLOWED = {"ignore_unknown_options": True}
@@ -285,31 +283,6 @@ def name_missing_extra(extra: str) -> Iterator[None]:
         raise ValueError(
             f"this needs the package '{error.name}': pip install 'depthmix[{extra}]'"
         ) from error
-
-
-@contextmanager
-def show_line(what: str) -> Iterator[Callable[[], object] | None]:
-    """Yields a function that shows a line on stderr until the block ends, or None if stderr is not
-    a terminal."""
-    screen = sys.stderr
-    if not screen.isatty():
-        yield None
-        return
-
-    written = False
-
-    def write() -> None:
-        nonlocal written
-        written = True
-        screen.write(f"\r{what[:LINE_WIDTH]:<{LINE_WIDTH}}")
-        screen.flush()
-
-    try:
-        yield write
-    finally:
-        if written:
-            screen.write(f"\r{'':<{LINE_WIDTH}}\r")
-            screen.flush()
 
 
 def _read_option(argument: str, following: Sequence[str], train: bool) -> tuple[str, str]:

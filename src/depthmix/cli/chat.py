@@ -23,7 +23,6 @@ from depthmix.cli.arguments import (
     app,
     check_device,
     name_flags,
-    show_line,
 )
 
 
@@ -61,6 +60,7 @@ def chat(
     check_device(device)
     from depthmix.infer import SamplingParams
     from depthmix.models import open_model
+    from depthmix.progress import show_line
     from depthmix.sample import start_sampler
     from depthmix.sample.talk import Talk
 

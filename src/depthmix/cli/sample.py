@@ -24,7 +24,6 @@ from depthmix.cli.arguments import (
     check_device,
     name_flags,
     read_file,
-    show_line,
 )
 
 MAX_BATCH = 8
@@ -125,6 +124,7 @@ def sample(
     from depthmix.infer import SamplingParams
     from depthmix.interrupt import Interrupt
     from depthmix.models import open_model
+    from depthmix.progress import show_line
     from depthmix.sample import start_sampler
     from depthmix.sample.show import Show
 

@@ -149,8 +149,9 @@ def serve(
     check_exposure(host, key, no_auth=no_auth)
     paths = [model] if other is None else [model, other]
     if name is not None and len(name) != len(paths):
-        times = f"{len(name)} time{'' if len(name) == 1 else 's'}"
-        models = f"{len(paths)} model{'' if len(paths) == 1 else 's'}"
+        from depthmix.units import format_count
+
+        times, models = format_count(len(name), "time"), format_count(len(paths), "model")
         raise ValueError(f"--name is given {times} for {models}: give one name for each")
     offers = []
     for path, called in zip(paths, name or [None] * len(paths), strict=True):

@@ -73,9 +73,11 @@ def sweep(
       depthmix sweep isoflop --dry-run
       depthmix sweep isoflop --size gpu --data data --out runs/isoflop --jobs 4
     """
+    from depthmix.progress import say
     from depthmix.sweep.execute import Executor, show_runs
     from depthmix.sweep.folders import find_mixed_data, look_at_runs, measure_speed, print_plan
     from depthmix.sweep.plan import check_vocabulary, expand_plan, load_plan, plan_names
+    from depthmix.units import format_count
 
     names, overrides = split_arguments(arguments or [], train=True)
     if len(names) != 1:
@@ -118,7 +120,7 @@ def sweep(
         parameters = parse_parameters(slurm)
         ids = submit_runs(runs, standings, folder, num_jobs=jobs, parameters=parameters, **options)
         look = f"look at them with: depthmix runs {shlex.quote(str(folder))}"
-        say(console, f"submitted {len(ids)} jobs, {ids[0]} to {ids[-1]}; {look}")
+        say(console, f"submitted {format_count(len(ids), 'job')}, {ids[0]} to {ids[-1]}; {look}")
         return
     executor = Executor(runs, standings, folder, num_jobs=jobs or 1, **options)
     with show_runs(console, sum(run.flops for run in runs), num_left) as report:
@@ -165,6 +167,7 @@ def end_sweep(
     summary: "Summary", folder: Path, num_left: int, again: str, console: "Console"
 ) -> None:
     """Report unfinished runs and how to resume them, and exit with the code for that."""
+    from depthmix.progress import say
     from depthmix.sweep.folders import LOG
 
     for name, lines in summary.failed.items():
@@ -180,8 +183,3 @@ def end_sweep(
         message = f"{len(summary.failed)} of {num_left} runs failed twice"
         print(f"depthmix: {message}; try them again with: {again}", file=sys.stderr, flush=True)
         raise typer.Exit(1)
-
-
-def say(console: "Console", sentence: str) -> None:
-    """Print a sentence without wrapping or markup."""
-    console.print(sentence, highlight=False, markup=False, soft_wrap=True)

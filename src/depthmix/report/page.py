@@ -22,7 +22,7 @@ from depthmix.report.fit import NOISE, Comparison, Fit, compare_minima, fit_runs
 from depthmix.report.frontier import COSTS, Lead, Trend, find_leads, fit_trends
 from depthmix.report.load import Row, Runs
 from depthmix.report.records import read_report_runs
-from depthmix.units import format_flops, format_number, format_power, format_seconds
+from depthmix.units import format_count, format_flops, format_number, format_power, format_seconds
 
 PAGE = "report.html"
 NAMES = {"full": "full FLOPs", "executed": "executed FLOPs", "wall clock": "wall clock"}
@@ -130,7 +130,7 @@ def summarize(runs: Runs, comparisons: Sequence[Comparison], fits: Sequence[Fit]
     """
     if len(runs.rows) == 2 and len(comparisons) == 1 and not runs.left_out:
         return [describe_pair(comparisons[0])]
-    lines = [f"{len(runs.rows)} finished {'run' if len(runs.rows) == 1 else 'runs'}."]
+    lines = [f"{format_count(len(runs.rows), 'finished run')}."]
     if runs.left_out:
         lines[0] += f" {len(runs.left_out)} left out."
     if not runs.rows:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from depthmix.files import parse_json, replace_file
+from depthmix.units import format_count
 
 FORMAT, VERSION = "depthmix trace", 1
 RULES = ("topk", "causal")
@@ -112,8 +113,8 @@ def measure_rule(trace: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def tell_trace(trace: Mapping[str, Any]) -> str:
     """A trace in a line."""
-    windows, rules = len(trace["window_starts"]), trace["rules"]
-    parts = [f"{len(trace['tokens']):,} tokens in {windows} window{'' if windows == 1 else 's'}"]
+    tokens, rules = format_count(len(trace["tokens"]), "token"), trace["rules"]
+    parts = [f"{tokens} in {format_count(len(trace['window_starts']), 'window')}"]
     for name, rule in rules.items():
         told = measure_rule(trace, name)
         share = sum(told["share_routed"]) / len(told["share_routed"])

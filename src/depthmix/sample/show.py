@@ -15,7 +15,7 @@ from depthmix.infer.depth import Depth, join_depths
 from depthmix.infer.results import Sample, Stats
 from depthmix.infer.text import TextStream
 from depthmix.sample.sampler import Sampler, seed_prompt
-from depthmix.units import format_bytes
+from depthmix.units import format_bytes, format_count
 
 # from light to strong, in the colours of most terminals and in all of them
 SHADES_256 = (255, 189, 153, 111, 68, 25, 18)
@@ -180,11 +180,11 @@ def hide_controls(text: str) -> str:
 
 def summarize(samples: Sequence[Sample], stats: Stats, tokens_per_second: float | None) -> str:
     """One line: how much, how fast, and what depth saved."""
-    count = sum(len(sample.tokens) for sample in samples)
+    count = format_count(sum(len(sample.tokens) for sample in samples), "token")
     depth = join_depths([sample.depth for sample in samples])
     speed = "" if tokens_per_second is None else f", {tokens_per_second:,.1f} tokens/s"
     return (
-        f"{count:,} token{'' if count == 1 else 's'}{speed}; {depth.share_executed:.1%} of blocks "
+        f"{count}{speed}; {depth.share_executed:.1%} of blocks "
         f"executed, {depth.share_saved:.1%} of the dense FLOPs saved; cache "
         f"{format_bytes(stats.cache_bytes_peak)}"
     )

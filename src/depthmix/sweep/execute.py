@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 from depthmix.files import replace_file
 from depthmix.interrupt import Interrupt
-from depthmix.progress import show_bar
+from depthmix.progress import say, show_bar
 from depthmix.sweep.folders import LOG, PLANNED, Standing, is_finished, read_flops, read_log_end
 from depthmix.sweep.plan import PlannedRun
 from depthmix.units import format_flops
@@ -262,7 +262,7 @@ def show_runs(
             for name in [name for name in ended if name not in told]:
                 told.add(name)
                 sentence = f"{ended[name]}: {name} ({len(told)} of {num_left})"
-                console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+                say(console, sentence)
             verb, end = ("stopping", "stopped") if progress.stopping else ("training", "done")
             running = f"{verb} {len(progress.running)}" if progress.running else end
             words = f"{progress.done_flops / total_flops:>4.0%} of {format_flops(total_flops)}"

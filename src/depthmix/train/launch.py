@@ -26,8 +26,8 @@ from depthmix.data.tokenizer import SMALLEST_VOCABULARY, TOKENIZER_FILE, load_to
 from depthmix.files import replace_file
 from depthmix.models import StoredModel, open_model
 from depthmix.models.chat import write_chat
+from depthmix.progress import READER_GONE, say
 from depthmix.runs.folder import RunDir, State, collect_provenance, name_run
-from depthmix.train.log import READER_GONE
 from depthmix.train.loop import Ending, Trainer
 from depthmix.train.memory import check_memory
 from depthmix.units import format_count, format_number
@@ -123,7 +123,7 @@ def _resume(plan: Launch, path: Path, world: World, console: Console) -> tuple[E
         status = folder.read_json("status.json")
     if status.get("state") == "finished" and status["step"] >= num_steps:
         _check_longer(plan, status["step"], num_steps)
-        _say(
+        say(
             console,
             f"{path} is already finished ({format_count(num_steps, 'step')}); "
             f"a larger --steps extends it",
@@ -144,7 +144,7 @@ def _resume(plan: Launch, path: Path, world: World, console: Console) -> tuple[E
         trainer.open(folder)
         _say_start(console, trainer)
         for sentence in trainer.resume():
-            _say(console, sentence)
+            say(console, sentence)
         _check_longer(plan, trainer.num_done, num_steps)
         if world.is_first:
             if plan.budget:
@@ -194,7 +194,7 @@ def _train(trainer: Trainer, console: Console) -> Ending:
         _write_end(trainer, "failed", f"{kind}{error}")
         raise
     if outcome.state == "finished":
-        _say(console, f"finished{outcome.describe_val()}: {path}")
+        say(console, f"finished{outcome.describe_val()}: {path}")
     elif trainer.world.is_first:
         with suppress(*READER_GONE):
             message = f"stopped at step {outcome.step} of {outcome.num_steps}, saved; {resume}"
@@ -316,7 +316,7 @@ def _say_start(console: Console, trainer: Trainer) -> None:
     note = "" if run.train.trainable == "all" else f" ({format_number(learning)} trained)"
     num_steps = trainer.schedule.num_steps
     num_epochs = num_steps * run.tokens_per_step / trainer.loader.split.num_tokens
-    _say(
+    say(
         console,
         f"{format_number(flops.num_parameters(run.model).total)} parameters{note}, "
         f"{format_count(num_steps, 'step')} of {run.train.batch_size} x {run.seq_len} tokens, "
@@ -324,23 +324,18 @@ def _say_start(console: Console, trainer: Trainer) -> None:
         f"{num_epochs:.2f} epochs; {trainer.folder.path}",
     )
     if trainer.started:
-        _say(console, trainer.started)
+        say(console, trainer.started)
     elif run.model.vocab_size >= 1.5 * corpus.vocab_size:
-        _say(
+        say(
             console,
             f"the model has {run.model.vocab_size} ids and the data uses "
             f"{corpus.vocab_size}: vocab_size={corpus.vocab_size} would save compute",
         )
     if trainer.val_loader is None:
-        _say(console, "the validation split is too short for one sequence: no validation")
+        say(console, "the validation split is too short for one sequence: no validation")
 
 
 def _write_end(trainer: Trainer, state: State, reason: str) -> None:
     # on a full disk, keep the original error
     with suppress(OSError):
         trainer.write_status(state, reason)
-
-
-def _say(console: Console, sentence: str) -> None:
-    with suppress(*READER_GONE):
-        console.print(sentence, highlight=False, markup=False, soft_wrap=True)

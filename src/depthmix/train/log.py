@@ -20,6 +20,7 @@ from rich.text import Text
 from torch import Tensor
 
 from depthmix.files import replace_file
+from depthmix.progress import READER_GONE, say
 from depthmix.runs.folder import RunDir
 from depthmix.units import format_clock, format_number
 
@@ -30,9 +31,6 @@ BAR_WIDTH, MIN_BAR_WIDTH, PADDING = 24, 4, 2
 
 # refreshes to measure the speed over: with fewer, one evaluation would change the estimate
 NUM_MARKS = 200
-
-# if a reader of stdout exits, as `| tee` does on Ctrl-C, training continues; rich raises the second
-READER_GONE = (OSError, SystemExit)
 
 Clock = Callable[[], float]
 
@@ -141,8 +139,7 @@ class Logger:
 
     def say(self, sentence: str) -> None:
         """Print a line, above the bar if there is one."""
-        with suppress(*READER_GONE):
-            self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        say(self.console, sentence)
 
     def _draw(self, step: int, fields: Mapping[str, Any]) -> None:
         self._latest, self._drawn_at = None, self.clock()

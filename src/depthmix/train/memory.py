@@ -17,7 +17,7 @@ import torch
 from depthmix import flops
 from depthmix.config import ModelConfig, Recipe, RunConfig, num_kept
 from depthmix.kernels.cross_entropy import CHUNK_TOKENS
-from depthmix.units import format_bytes, format_number, format_seconds
+from depthmix.units import format_bytes, format_count, format_number, format_seconds
 from depthmix.world import World
 
 if TYPE_CHECKING:
@@ -325,8 +325,8 @@ def print_estimates(
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
     table.add_column(name, overflow="fold")
     for estimate in estimates:
-        count = estimate.cluster.num_gpus
-        table.add_column(f"{count} GPU{'s' if count > 1 else ''}", justify="right", overflow="fold")
+        count = format_count(estimate.cluster.num_gpus, "GPU")
+        table.add_column(count, justify="right", overflow="fold")
     for label in rows[0]:
         table.add_row(label, *(cells[label] for cells in rows))
     cluster = estimates[0].cluster
