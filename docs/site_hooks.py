@@ -1,9 +1,9 @@
-"""What MkDocs needs to build the site from the repository as it is.
+"""MkDocs hooks that build the site from the repository as it is.
 
-Pages keep their places in the repository (`docs/training.md`, `results/isoflop.md`), so a relative
-link works on the site, in an editor and on a code host alike. The README is the home page, and the
-tutorial notebook a page. Reports every name in `depthmix.__all__` that `api.md` leaves out or that
-has no docstring; in strict mode that fails the build.
+Pages keep their paths in the repository (`docs/training.md`, `results/isoflop.md`), so relative
+links work on the site, in an editor and on a code host. The README becomes the home page, and the
+tutorial notebook a page. Warns about every name in `depthmix.__all__` that `api.md` leaves out or
+that has no docstring; in strict mode, warnings fail the build.
 """
 
 import json
@@ -21,12 +21,12 @@ LOG = logging.getLogger("mkdocs.hooks.depthmix")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Put every page where the repository has it, and add those outside docs/."""
+    """Give pages their paths in the repository, and add those outside docs/."""
     moved = (".md", ".png", ".ipynb", "grafana.json")
     found = Files([file for file in files if not file.src_uri.endswith(moved)])
-    # what the repository does not hold, the theme's own files, stays as it is
-    kinds = ("docs/*.md", "docs/*.png", "docs/grafana.json", "results/*")
-    for path in sorted(path for kind in kinds for path in ROOT.glob(kind)):
+    # the theme's own files stay as they are
+    kinds = ("docs/*.md", "docs/*.png", "docs/grafana.json", "results/**/*")
+    for path in sorted(path for kind in kinds for path in ROOT.glob(kind) if path.is_file()):
         found.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=path))
     for name in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "CITATION.cff"):
         found.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
@@ -37,7 +37,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Check the API page, and link to the pages that were made of other files."""
+    """Check the API page, and fix links to pages that are made from other files."""
     if page.file.src_uri == "docs/api.md":
         for problem in find_undocumented(markdown):
             LOG.warning(problem)
@@ -58,7 +58,7 @@ def render_notebook(notebook: dict) -> str:
 
 
 def find_undocumented(page: str) -> list[str]:
-    """What is wrong with the names that the package exports: no entry on the page, no docstring."""
+    """Exported names without an entry on the page or without a docstring."""
     package = griffe.load("depthmix", search_paths=[ROOT / "src"])
     problems = []
     for name in package.exports or []:

@@ -35,7 +35,7 @@ from depthmix.sample.show import Show
 from depthmix.train.launch import Launch, launch
 from depthmix.units import format_power
 
-FLOPS = 4e12
+FLOPS = 2e12
 TWINS = ("dense", "mod")
 PICTURE = "losses.png"
 ROUTING = "routing.html"

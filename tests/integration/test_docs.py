@@ -1,4 +1,4 @@
-"""The documentation: its example loads, its API page and paths are right, its script runs."""
+"""The documentation: its example, API page, paths and lines are right, and its script runs."""
 
 import re
 import runpy
@@ -38,6 +38,22 @@ def test_named_files_are_there(name: str) -> None:
     assert len(paths) > 20
     missing = [path for path in paths if not any((base / path).exists() for base in BASES)]
     assert missing == []
+
+
+def test_lines_of_text_have_at_most_100_columns() -> None:
+    found = (path for name in ("*.md", "docs/*.md", "results/*.md") for path in ROOT.glob(name))
+    long = []
+    for path in found:
+        # code may not be wrapped, and neither may tables and pictures
+        text = re.sub(r"^```.*?^```", _blank, path.read_text(encoding="utf-8"), flags=re.S | re.M)
+        for number, line in enumerate(text.splitlines(), 1):
+            if len(line) > 100 and not line.startswith(("    ", "|", "  |", "![")):
+                long.append(f"{path.relative_to(ROOT)}:{number}")
+    assert long == []
+
+
+def _blank(code: re.Match[str]) -> str:
+    return "\n" * code[0].count("\n")
 
 
 def test_the_picture_is_drawn_beside_the_run(

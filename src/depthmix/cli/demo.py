@@ -13,7 +13,7 @@ def demo(
     preset: Annotated[
         str, typer.Option(help="A preset or .toml file with routed blocks.", metavar="MODEL")
     ] = "demo",
-    flops: Annotated[float, typer.Option(help="Training FLOPs for each model.")] = 4e12,
+    flops: Annotated[float, typer.Option(help="Training FLOPs for each model.")] = 2e12,
     data: Data = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for both runs. Default: runs/MODEL-TIME.")
@@ -22,7 +22,7 @@ def demo(
 ) -> None:
     """Train a model and its dense twin at equal compute.
 
-    Trains on Python's standard library, in about ten minutes on two CPU cores. Ends with a report
+    Trains on Python's standard library, in about five minutes on two CPU cores. Ends with a report
     of both runs and a page that shows which tokens the routed model sends through which blocks.
     """
     check_device(device)
