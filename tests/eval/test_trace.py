@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from depthmix.data.tokenizer import load_tokenizer, train_tokenizer
 from depthmix.eval.trace import (
-    CHUNK_TOKENS,
     cut_text,
     cut_windows,
     measure_predictions,
     trace_model,
     trace_tokens,
 )
+from depthmix.infer.scores import CHUNK_TOKENS
 from depthmix.models import Vocabulary, open_model
 from depthmix.nn import Transformer
 from depthmix.report.traces import check_trace

@@ -209,7 +209,7 @@ def test_the_configuration_may_name_another_selector() -> None:
         assert torch.equal(found[None], found["predictor"])
         assert not torch.equal(found["topk"], found["predictor"])
         model.config.selector = "topk"
-        with pytest.raises(ValueError, match="tokens that are not written yet"):
+        with pytest.raises(ValueError, match="tokens that are not generated yet"):
             model(tokens, use_cache=True)
 
 

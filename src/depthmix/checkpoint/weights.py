@@ -22,6 +22,7 @@ from depthmix.nn.depth import start_bias
 Which = Literal["newest", "best"]
 
 MAX_MISSING_LAYERS = 100
+ALIGNMENT = 64
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
@@ -52,6 +53,15 @@ def build_model(config: ModelConfig, weights: dict[str, Tensor], origin: Path | 
         model.head.weight = model.embedding.weight
     model.phase_table = model.make_phases()
     return model.eval()
+
+
+def align_weight(value: Tensor) -> Tensor:
+    """The same weight, on the CPU in memory as torch lays it out.
+
+    Where a file has put it, a product may round otherwise.
+    """
+    is_odd = value.device.type == "cpu" and value.data_ptr() % ALIGNMENT
+    return value.clone() if is_odd else value
 
 
 def check_num_layers(config: ModelConfig, names: Iterable[str], origin: Path | str) -> None:

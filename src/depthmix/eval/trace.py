@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthmix.config import STRATEGIES, ModelConfig
+from depthmix.infer.scores import compute_hidden, iterate_logits
 from depthmix.infer.text import TextStream
 from depthmix.models import StoredModel, begin_document
 from depthmix.nn import Transformer
@@ -21,9 +22,6 @@ from depthmix.world import choose_device
 
 Report = Callable[[int, int], object]
 """Takes the tokens that were read, and all of them, counted once for each rule."""
-
-# logits of so many tokens at once
-CHUNK_TOKENS = 512
 
 
 class Window(NamedTuple):
@@ -170,16 +168,9 @@ def _follow(
     entropy: list[float] = []
     loss: list[float | None] = []
     for tokens, targets, documents in windows:
-        # as training computes there; routers score in float32 all the same
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            found = model.compute_hidden(
-                tokens.to(device),
-                selector=selector,
-                document_ids=None if documents is None else documents.to(device),
-            )
-        # bf16 logits would blur what is compared here
-        hidden = found.hidden[0].to(model.head.weight.dtype)
-        spread, missed = measure_predictions(model, hidden, targets.to(device))
+        ids = None if documents is None else documents.to(device)
+        found = compute_hidden(model, tokens.to(device), selector, ids)
+        spread, missed = measure_predictions(model, found.hidden[0], targets.to(device))
         if not spread.isfinite().all():
             raise ValueError(
                 "this model's predictions are not finite: its training diverged; choose another "
@@ -209,11 +200,10 @@ def measure_predictions(
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " predicted"]]:
     """Entropy of what is predicted at each token, and the loss of what came, both in nats."""
     spread, missed = [], []
-    for start in range(0, len(hidden), CHUNK_TOKENS):
-        logits_TV = model.head(hidden[start : start + CHUNK_TOKENS]).float()
+    for logits_TV in iterate_logits(model, hidden):
         logs_TV = logits_TV.log_softmax(-1)
         spread.append(-(logs_TV.exp() * logs_TV).sum(-1))
-        next_T = targets[start : start + CHUNK_TOKENS]
+        next_T, targets = targets[: len(logs_TV)], targets[len(logs_TV) :]
         missed.append(-logs_TV[: len(next_T)].gather(1, next_T[:, None])[:, 0])
     return torch.cat(spread), torch.cat(missed)
 

@@ -19,14 +19,13 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
+from depthmix.checkpoint.weights import align_weight
 from depthmix.hf.cache import PastTokens
 from depthmix.hf.config import STUB, DepthmixConfig
 from depthmix.nn import MixtureOfDepths, Transformer
 from depthmix.nn.layers import Linear
 from depthmix.nn.losses import IGNORE, routing_loss
 from depthmix.nn.transformer import Hidden
-
-ALIGNMENT = 64
 
 # what a saved folder brings along for `trust_remote_code=True`
 STUB_TEXT = '''"""Opens this model with the installed package: pip install 'depthmix[hf]'."""
@@ -82,9 +81,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
         if problems:
             raise ValueError(f"the weights do not fit the configuration; {'; '.join(problems)}")
         for weight in model.parameters():
-            # where a file has put it, a product may round otherwise than in memory of torch's own
-            if weight.device.type == "cpu" and weight.data_ptr() % ALIGNMENT:
-                weight.data = weight.data.clone()
+            weight.data = align_weight(weight.data)
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from depthmix import flops
+from depthmix.checkpoint.weights import align_weight
 from depthmix.config import ModelConfig, fields
 from depthmix.files import parse_json
 from depthmix.units import format_bytes
@@ -73,7 +74,6 @@ BLOCK_TABLE: dict[str, tuple[str, ...]] = {
 # a table of frequencies that old releases saved; it follows from the configuration
 IGNORED = ".rotary_emb.inv_freq"
 
-ALIGNMENT = 64
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -401,9 +401,6 @@ def read_exported_weights(folder: Path) -> dict[str, Tensor]:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         for name, value in found.items():
             _check_values(folder, name, value)
-            value = value.float()
-            # where a file has put it, a product may round otherwise than in memory of torch's own
-            value = value.clone() if value.data_ptr() % ALIGNMENT else value
             # transformers' own class holds our model as `model`
-            weights[name.removeprefix("model.")] = value
+            weights[name.removeprefix("model.")] = align_weight(value.float())
     return weights
