@@ -221,6 +221,15 @@ def test_a_stream_is_the_same_answer_in_pieces() -> None:
             assert ends == ["length"] * 4
             answer = await server.ask("/v1/completions", stream=True, **wish)
             assert all(event["choices"] for event in read_stream(answer.text))
+            options = {"continuous_usage_stats": True}
+            answer = await server.ask(
+                "/v1/completions", stream=True, stream_options=options, echo=True, **wish
+            )
+            told = [event["usage"] for event in read_stream(answer.text)]
+            assert [usage["completion_tokens"] for usage in told[:4]] == [0] * 4
+            counts = [usage["completion_tokens"] for usage in told]
+            assert counts == sorted(counts)
+            assert {**told[-1], "depth": whole["usage"]["depth"]} == whole["usage"]
 
     play(scene())
 

@@ -108,6 +108,16 @@ class Draft(ABC):
             ),
         )
 
+    def count_usage(self) -> TokenUsage:
+        """What there is so far."""
+        num_in, num_out = sum(map(len, self.prompts)), sum(map(len, self.starts))
+        return TokenUsage(
+            prompt_tokens=num_in,
+            completion_tokens=num_out,
+            total_tokens=num_in + num_out,
+            depth=None,
+        )
+
     def list_paths(self, choice: int) -> TokenPaths | None:
         """Every token's path, where they were asked for."""
         sample = self.samples[choice]
@@ -134,11 +144,11 @@ class Draft(ABC):
         """The whole answer."""
 
     @abstractmethod
-    def start_stream(self) -> Iterator[BaseModel]:
+    def start_stream(self) -> Iterator[CompletionAnswer | ChatChunk]:
         """What is sent before the first token."""
 
     @abstractmethod
-    def continue_stream(self, choice: int, event: Event) -> BaseModel | None:
+    def continue_stream(self, choice: int, event: Event) -> CompletionAnswer | ChatChunk | None:
         """An event's piece; None if it has nothing new yet."""
 
     @abstractmethod

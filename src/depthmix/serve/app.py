@@ -29,6 +29,7 @@ from depthmix.serve.page import answer_page
 from depthmix.serve.problems import FailedError, RefusedError, ServeError, StatusError
 from depthmix.serve.shapes import (
     ChatAnswer,
+    ChatChunk,
     ChatWish,
     CompletionAnswer,
     CompletionWish,
@@ -353,15 +354,21 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
         draft = self.draft
+
+        def encode(piece: CompletionAnswer | ChatChunk) -> bytes:
+            if draft.wish.counts_usage:
+                piece.usage = draft.count_usage()
+            return encode_shape(piece)
+
         try:
-            await write([encode_shape(piece) for piece in draft.start_stream()])
+            await write([encode(piece) for piece in draft.start_stream()])
             # whatever came while the client was slow goes out at once
             while news := await self.job.read():
                 pieces = []
                 for choice, event in news:
                     piece = draft.continue_stream(choice, draft.take(choice, event))
                     if piece is not None:
-                        pieces.append(encode_shape(piece))
+                        pieces.append(encode(piece))
                 if pieces:
                     await write(pieces)
         except ServeError as problem:

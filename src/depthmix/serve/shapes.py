@@ -123,6 +123,8 @@ class StreamOptions(WishShape):
     """What a stream sends besides the text."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Say in every piece how many tokens there are so far."""
 
 
 class SamplingShape(WishShape):
@@ -180,6 +182,11 @@ class SamplingShape(WishShape):
     def includes_usage(self) -> bool:
         """Whether a stream ends with what was used."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def counts_usage(self) -> bool:
+        """Whether every piece of a stream says what was used so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def count_logprobs(self) -> int | None:
         """Number of alternatives to return; None for no log-probabilities at all."""
@@ -339,7 +346,8 @@ class TokenUsage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    depth: DepthUsage
+    depth: DepthUsage | None
+    """Known at the end."""
 
 
 class TokenPaths(BaseModel):
