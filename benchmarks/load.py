@@ -106,6 +106,11 @@ def read_memory(process_id: int) -> int:
     return int(found[1]) << 10
 
 
+def count_sockets(process_id: int) -> int:
+    folder = Path(f"/proc/{process_id}/fd")
+    return sum(str(link.readlink()).startswith("socket") for link in folder.iterdir())
+
+
 def read_gauges(address: str) -> dict[str, float]:
     text = httpx.get(f"{address}/metrics").text
     names = ("cache_pages_used", "samples_running", "samples_waiting")
@@ -118,6 +123,7 @@ def read_gauges(address: str) -> dict[str, float]:
 def main() -> int:
     args = read_arguments()
     with serve([args.run], "--max-queue", 4 * args.clients) as (address, process):
+        num_sockets = [count_sockets(process.pid)]
         card = httpx.get(f"{address}/v1/models").json()["data"][0]
         load = Load(address, process.pid, card, args)
         start = time.perf_counter()
@@ -125,9 +131,8 @@ def main() -> int:
         seconds = time.perf_counter() - start
         # whoever left last is noticed before the next step
         time.sleep(1)
+        num_sockets.append(count_sockets(process.pid))
         gauges = read_gauges(address)
-        folder = Path(f"/proc/{process.pid}/fd")
-        sockets = [link for link in folder.iterdir() if str(link.readlink()).startswith("socket")]
         health = httpx.get(f"{address}/health").json()["status"]
     third = len(load.memory) // 3
     middle, last = (statistics.median(load.memory[cut : cut + third]) for cut in (third, 2 * third))
@@ -141,7 +146,7 @@ def main() -> int:
         "wrong": load.wrong,
         "health": health,
         "at_the_end": gauges,
-        "sockets_at_the_end": len(sockets),
+        "sockets_before_and_after": num_sockets,
         "mebibytes": {
             "begin": load.memory[0] >> 20,
             "middle_third": int(middle) >> 20,
@@ -152,7 +157,7 @@ def main() -> int:
     print(json.dumps(result, indent=2))
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
-    leaks = any(gauges.values()) or last > GROWTH * middle
+    leaks = any(gauges.values()) or last > GROWTH * middle or num_sockets[1] > num_sockets[0]
     return int(bool(load.wrong) or leaks or health != "ok")
 
 
