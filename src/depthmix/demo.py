@@ -19,7 +19,7 @@ from depthmix.config import ModelConfig, RunConfig, list_recipe, load_config
 from depthmix.data.shards import Corpus
 from depthmix.eval.trace import trace_model
 from depthmix.files import replace_file
-from depthmix.flops import training_flops
+from depthmix.flops import executed_flops
 from depthmix.infer import SamplingParams
 from depthmix.models import open_model
 from depthmix.models.vocabulary import find_vocabulary
@@ -91,7 +91,7 @@ def run_demo(
     steps = " and ".join(f"{make_schedule(run).num_steps}" for run in runs.values())
     print_tables([describe_model(name, run.model) for name, run in runs.items()], console)
     console.print(
-        f"Training both for {format_power(flops)} FLOPs, {steps} steps, on "
+        f"Training both for {format_power(flops)} executed FLOPs, {steps} steps, on "
         f"{data or 'the Python standard library'}.\n",
         highlight=False,
     )
@@ -130,7 +130,8 @@ def plan_twins(config: ModelConfig, preset: str, flops: float) -> dict[str, RunC
     fields = {**RECIPE, **list_recipe(preset), "train.flops": flops}
     runs = {name: RunConfig.from_overrides(model, fields) for name, model in twins.items()}
     for run in runs.values():
-        step = training_flops(run.model, seq_len=run.seq_len, batch_size=run.train.batch_size)
+        recipe, sizes = run.train, {"seq_len": run.seq_len, "batch_size": run.train.batch_size}
+        step = executed_flops(run.model, recipe.optimizer, **sizes)
         if flops < step:
             raise ValueError(
                 f"train.flops = {flops:g} is less than one step ({step:.2g}): raise it"

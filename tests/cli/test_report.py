@@ -22,7 +22,7 @@ def test_a_report_is_written_and_summed_up(
     assert errors == ""
     lines = printed.splitlines()
     assert lines[0] == "10 finished runs. 1 left out."
-    assert lines[1].startswith("At 1e12 training FLOPs (full) mod is 2.50 ± 0.00 % below dense")
+    assert lines[1].startswith("At 1e12 training FLOPs (executed) mod is 2.50 ± 0.00 % below dense")
     assert lines[2] == "left out: half (interrupted): ended at step 100 of 100: Ctrl-C"
     assert lines[-1] == f"page: {out / 'report.html'}"
     page = (out / "report.html").read_text()

@@ -28,6 +28,7 @@ num_heads = 2
 max_seq_len = 16
 train.batch_size = 2
 train.val_tokens = 64
+train.flops_convention = "full"
 
 [variants]
 dense = { routing.strategy = "none" }

@@ -319,6 +319,21 @@ def test_a_run_can_be_changed() -> None:
         run.override({"train.steps": 1, "train.tokens": 5})
 
 
+def test_a_new_budget_is_in_executed_flops_and_an_old_one_stays() -> None:
+    new = RunConfig.from_overrides(load_preset("tiny"), {"train.flops": 1e12})
+    assert new.train.flops_convention == "executed"
+    assert RunConfig.from_toml(new.to_toml()) == new
+    assert RunConfig.from_dict(new.to_dict()) == new
+    # written before there were two
+    text = new.to_toml().replace('flops_convention = "executed"\n', "")
+    old = RunConfig.from_toml(text)
+    assert old.train == dataclasses.replace(new.train, flops_convention="full")
+    assert old.override({"train.flops": 2e12}).train.flops_convention == "full"
+    assert "flops_convention" not in text
+    # what has no recipe is no run of before
+    assert RunConfig.from_toml("").train == Recipe()
+
+
 # as a run's config.toml had them, each with a value that is not its default
 OLD_FILE = """
 [model]
@@ -341,6 +356,7 @@ distill_weight = 4.0
 keep_checkpoints = 7
 """
 NEW = Recipe(
+    flops_convention="full",
     batch_size=12,
     num_micro_batches=3,
     router_rate_factor=2.5,
@@ -459,8 +475,9 @@ def test_a_file_names_every_field_that_is_not_empty() -> None:
 def test_overrides_by_their_old_names() -> None:
     tree = tomllib.loads(OLD_FILE)["train"]
     old = {f"train.{name}": str(value) for name, value in tree.items()}
-    assert RunConfig().override(old).train == NEW
-    assert fields.override(Recipe(), tree) == NEW
+    new = dataclasses.replace(NEW, flops_convention="executed")
+    assert RunConfig().override(old).train == new
+    assert fields.override(Recipe(), tree) == new
     # the last one counts, as of a name that is given twice
     twice = {"train.clip": 2.0, "train.max_grad_norm": 3.0}
     assert RunConfig().override(twice).train.max_grad_norm == 3

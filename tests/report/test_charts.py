@@ -33,8 +33,8 @@ def test_isoflop_has_a_panel_for_each_budget(tmp_path: Path) -> None:
     charts = chart_folder(tmp_path)
     first, second = take_panels(charts["isoflop"])
     assert (first.title, second.title) == (
-        "1e12 training FLOPs (full)",
-        "4e12 training FLOPs (full)",
+        "1e12 training FLOPs (executed)",
+        "4e12 training FLOPs (executed)",
     )
     dots = take_series(first, "dots")
     assert dots.keys() == {"dense", "mod"}
@@ -144,7 +144,10 @@ def test_training_is_that_of_the_best_size(tmp_path: Path) -> None:
             write_run(place / f"best-{seed}", MOD, 3.5, causal=3.5, **options)
     write_run(tmp_path / "dense", DENSE, 3.7)
     few, many = take_panels(chart_folder(tmp_path)["training"])
-    assert (few.title, many.title) == ("1e11 training FLOPs (full)", "1e12 training FLOPs (full)")
+    assert (few.title, many.title) == (
+        "1e11 training FLOPs (executed)",
+        "1e12 training FLOPs (executed)",
+    )
     assert [series.name for series in few.series] == ["mod"]
     assert [series.name for series in many.series] == ["dense", "mod"]
     points = many.series[1].points

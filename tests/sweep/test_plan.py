@@ -160,7 +160,7 @@ def test_steps_spend_the_budget(budget: float, width: int, batch: int) -> None:
     tree = {**TREE, "budgets": [budget], "sizes": [{"width": width, "num_layers": 2}]}
     for run in expand_plan(read_plan(tree), {"train.batch_size": batch}):
         model = run.config.model
-        step = flops.training_flops(model, seq_len=model.max_seq_len, batch_size=batch)
+        step = flops.executed_flops(model, "muon", seq_len=model.max_seq_len, batch_size=batch)
         assert run.num_steps == make_schedule(run.config).num_steps >= 1
         assert run.flops == run.num_steps * step <= budget < run.flops + step
         assert run.num_parameters == flops.num_parameters(model).total

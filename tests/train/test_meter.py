@@ -249,7 +249,9 @@ def test_compute_is_counted_from_the_beginning_of_the_run(clock: Clock) -> None:
     meter.add(make_result(1.0))
     record = meter.read(meter.cut(1001))
     assert record["tokens"] == 1001 * 4 * 16
-    assert record["flops"] == 1001 * flops.training_flops(run.model, seq_len=16, batch_size=4)
+    assert record["flops"] == 1001 * flops.executed_flops(
+        run.model, "muon", seq_len=16, batch_size=4
+    )
 
 
 def test_the_share_is_of_all_the_gpus_peaks(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

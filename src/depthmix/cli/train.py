@@ -42,7 +42,7 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Stop after this many steps.")] = None,
     tokens: Annotated[float | None, typer.Option(help="Stop after this many tokens.")] = None,
     flops: Annotated[
-        float | None, typer.Option(help="Stop after this many FLOPs, such as 1e17.")
+        float | None, typer.Option(help="Stop after this many executed FLOPs, such as 1e17.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder. Default: runs/MODEL-TIME.")

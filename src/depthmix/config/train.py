@@ -64,9 +64,9 @@ class Recipe:
     """Stop after training on this many tokens; may be written as 1e9."""
     flops: Positive[float] | None = None
     """Stop after this many training FLOPs: the budget for comparing models."""
-    flops_convention: Literal["full", "executed"] = "full"
-    """How flops are counted: full counts attention over all pairs and no optimiser, as in the
-    paper; executed counts the causal half and the optimiser's own matrix products."""
+    flops_convention: Literal["full", "executed"] = "executed"
+    """How flops are counted: executed counts the causal half of attention's pairs and the
+    optimiser's own matrix products; full counts all pairs and no optimiser, as in the paper."""
     batch_size: Positive[int] = 16
     """Sequences per batch, over all processes and micro-batches."""
     seq_len: Count | None = None
@@ -277,7 +277,7 @@ class RunConfig:
     @staticmethod
     def from_toml(text: str) -> "RunConfig":
         """Inverse of `to_toml`."""
-        return fields.from_toml(RunConfig, text)
+        return RunConfig.from_dict(fields.read_toml(text))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` gives the same configuration back."""
@@ -286,6 +286,10 @@ class RunConfig:
     @staticmethod
     def from_dict(tree: Mapping[str, Any]) -> "RunConfig":
         """Build from plain data, refusing unknown fields by name."""
+        train = tree.get("train")
+        if isinstance(train, Mapping) and "flops_convention" not in train:
+            # written before there were two
+            tree = {**tree, "train": {**train, "flops_convention": "full"}}
         return fields.build(RunConfig, tree)
 
 

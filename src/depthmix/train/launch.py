@@ -320,7 +320,7 @@ def _say_start(console: Console, trainer: Trainer) -> None:
         console,
         f"{format_number(flops.num_parameters(run.model).total)} parameters{note}, "
         f"{format_count(num_steps, 'step')} of {run.train.batch_size} x {run.seq_len} tokens, "
-        f"{trainer.schedule.flops:.2e} FLOPs; {corpus.folder}, "
+        f"{trainer.schedule.flops:.2e} {run.train.flops_convention} FLOPs; {corpus.folder}, "
         f"{num_epochs:.2f} epochs; {trainer.folder.path}",
     )
     if trainer.started:
