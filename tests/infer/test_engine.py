@@ -555,7 +555,7 @@ def test_a_model_without_a_trained_head_is_told_who_decides(
     name: str, overrides: dict[str, Any], advice: str
 ) -> None:
     model = make_model(make_config(name, **overrides))
-    told = f"^no head trained for causal routing to decide causally, .*: {advice}$"
+    told = f"^this model has no head trained for causal routing, .*: {advice}$"
     with pytest.raises(ValueError, match=told):
         Engine(model)
     assert Engine(model, selector="all").selector == "all"
@@ -564,10 +564,10 @@ def test_a_model_without_a_trained_head_is_told_who_decides(
 @pytest.mark.parametrize(
     ("name", "selector", "advice"),
     [
-        ("mod", "topk", "not written yet: use 'predictor' or 'router' or 'all'"),
+        ("mod", "topk", "not generated yet: use 'predictor' or 'router' or 'all'"),
         ("mod", "oracle", "no selector 'oracle': use 'predictor' or 'router' or 'all'"),
         ("mod_aux", "predictor", "needs a predictor: use 'router' or 'all'"),
-        ("stochastic", "topk", "not written yet: use 'all'"),
+        ("stochastic", "topk", "not generated yet: use 'all'"),
     ],
 )
 def test_advice_names_selectors_that_the_engine_takes(

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from depthmix.data.tokenizer import load_tokenizer
 from depthmix.hf.export import export_model
 from depthmix.models import open_model
-from depthmix.models.chat import CHAT_FILE, Chat, find_chat, read_chat, write_chat
+from depthmix.models.chat import CHAT_FILE, Chat, find_chat, list_ends, read_chat, write_chat
 from depthmix.models.upcycle import upcycle
 from depthmix.models.write import import_model
 from text_runs import write_text_run
@@ -165,3 +165,9 @@ def test_generate_ends_with_the_answer(taught: Path, tmp_path: Path) -> None:
     )
     assert found[0, -1] == 9
     assert found.shape[1] < 30
+
+
+def test_an_answer_ends_what_is_written_before_a_document_does() -> None:
+    assert list_ends(None) == []
+    assert list_ends(0) == [0]
+    assert list_ends(0, Chat("", (9, 0, 9))) == [9, 0]

@@ -124,6 +124,7 @@ def sample(
     from depthmix.infer import SamplingParams
     from depthmix.interrupt import Interrupt
     from depthmix.models import open_model
+    from depthmix.models.chat import list_ends
     from depthmix.progress import show_line
     from depthmix.sample import start_sampler
     from depthmix.sample.show import Show
@@ -139,9 +140,9 @@ def sample(
     opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)
     size = min(batch, n * len(texts))
     sampler = start_sampler(opened, device=device, selector=selector, max_batch=size)
-    end_token = sampler.vocabulary.end_token
-    if end_token is not None and not ignore_eos:
-        params = SamplingParams(**options, stop_tokens=[end_token])
+    if not ignore_eos:
+        ends = list_ends(sampler.vocabulary.end_token)
+        params = SamplingParams(**options, stop_tokens=ends)
     if stream is None:
         stream = sys.stdout.isatty() and n * len(texts) == 1
     show = Show(sampler, texts, params, stream=stream, color=color, echo=echo, as_json=as_json)

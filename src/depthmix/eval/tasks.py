@@ -24,7 +24,7 @@ from depthmix.eval.perplexity import pad_rows, score_rows
 from depthmix.eval.trace import Window
 from depthmix.infer import Engine, SamplingParams
 from depthmix.models import Chat, begin_document
-from depthmix.models.chat import render_chat
+from depthmix.models.chat import list_ends, render_chat
 from depthmix.nn import Transformer
 from depthmix.nn.losses import IGNORE
 
@@ -57,8 +57,7 @@ class TaskModel(LM):
         self.model, self.tokenizer, self.end_token = model, tokenizer, end_token
         self.selector = selector or model.config.choose_selector(None)
         self.batch_size, self.chat = batch_size, chat
-        stops = () if chat is None else chat.stop_tokens
-        self.stop_tokens = tuple(t for t in (end_token, *stops) if t is not None)
+        self.stop_tokens = list_ends(end_token, chat)
 
     def encode(self, text: str) -> list[int]:
         """A text's tokens and nothing else."""

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from depthmix.checkpoint import sort_header
 from depthmix.hf.config import DepthmixConfig
 from depthmix.hf.model import DepthmixForCausalLM
-from depthmix.models.chat import Chat
+from depthmix.models.chat import Chat, list_ends
 from depthmix.models.write import UNFINISHED, fill_folder
 from depthmix.nn import Transformer
 
@@ -40,9 +40,7 @@ def export_model(
         shell = DepthmixForCausalLM(config)
     # the weights themselves, in their own type: nothing is copied
     shell.model = model
-    # what ends an answer, then a document's end
-    stops = () if chat is None else chat.stop_tokens
-    ends = [token for token in dict.fromkeys((*stops, end_token)) if token is not None]
+    ends = list_ends(end_token, chat)
     shell.generation_config = GenerationConfig(
         bos_token_id=end_token,
         eos_token_id=ends if len(ends) > 1 else next(iter(ends), None),

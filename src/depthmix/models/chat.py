@@ -34,6 +34,12 @@ class Chat(NamedTuple):
     eos_token: str | None = None
 
 
+def list_ends(end_token: int | None, chat: Chat | None = None) -> list[int]:
+    """Tokens that end what a model writes: those of an answer, then that of a document."""
+    stops = () if chat is None else chat.stop_tokens
+    return [token for token in dict.fromkeys((*stops, end_token)) if token is not None]
+
+
 def write_chat(folder: Path, chat: Chat) -> None:
     """Put it into a run's folder."""
     replace_file(folder / CHAT_FILE, json.dumps(chat._asdict(), ensure_ascii=False, indent=1))

@@ -17,6 +17,7 @@ import torch
 from depthmix.infer import Engine, Event, SamplingParams
 from depthmix.models import StoredModel, Vocabulary
 from depthmix.models import open_model as open_stored
+from depthmix.models.chat import list_ends
 from depthmix.nn import Transformer
 from depthmix.world import choose_device
 
@@ -181,9 +182,8 @@ class TextModel(StoredModel):
                 f"n = {params.n}: generate gives one text for each prompt; repeat the prompt, or "
                 f"use engine.generate"
             )
-        end_token = self.vocabulary.end_token
-        if end_token is not None and not params.stop_tokens:
-            params = replace(params, stop_tokens=[end_token])
+        ends = params.stop_tokens or list_ends(self.vocabulary.end_token)
+        params = replace(params, stop_tokens=ends)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("a prompt is text: give token ids to engine.generate")

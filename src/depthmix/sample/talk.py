@@ -11,7 +11,7 @@ from typing import Any
 from depthmix.infer import SamplingParams
 from depthmix.infer.results import Sample
 from depthmix.models import Chat
-from depthmix.models.chat import render_chat
+from depthmix.models.chat import list_ends, render_chat
 from depthmix.sample.sampler import Sampler
 from depthmix.sample.show import (
     DepthText,
@@ -111,9 +111,7 @@ class Talk:
             prompt, num_left_out = self._fit_text(said)
             if num_left_out:
                 notes.append(f"the first {num_left_out} tokens no longer fit and are left out")
-        ends = [] if self.chat is None else [*self.chat.stop_tokens]
-        if self.sampler.vocabulary.end_token is not None:
-            ends.append(self.sampler.vocabulary.end_token)
+        ends = list_ends(self.sampler.vocabulary.end_token, self.chat)
         params = dataclasses.replace(self.params, stop_tokens=ends)
         sample = self._write(prompt, params, stopped)
         if sample.error is not None:

@@ -20,6 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from depthmix.models.chat import list_ends
 from depthmix.serve.answers import ChatDraft, CompletionDraft, Draft
 from depthmix.serve.gate import Gate, answer_problem
 from depthmix.serve.lane import Lane
@@ -149,9 +150,8 @@ class Service:
         echoes = None
         if wish.echo:
             echoes = [p if isinstance(p, str) else vocabulary.decode(p) for p in wish.prompt]
-        end_token = vocabulary.end_token
         draft = CompletionDraft(lane.model, wish, prompts, echoes)
-        return await self._answer(lane, draft, [] if end_token is None else [end_token], request)
+        return await self._answer(lane, draft, list_ends(vocabulary.end_token), request)
 
     async def chat(self, wish: ChatWish, request: Request) -> Response:
         """The next answer in a conversation, by the model's own chat template."""
@@ -159,10 +159,7 @@ class Service:
         self._check_wish(wish, 1)
         prompt = await lane.encode_messages(wish.messages)
         model = lane.model
-        ends = [] if model.chat is None else list(model.chat.stop_tokens)
-        end_token = model.vocabulary.end_token
-        if end_token is not None and end_token not in ends:
-            ends.append(end_token)
+        ends = list_ends(model.vocabulary.end_token, model.chat)
         return await self._answer(lane, ChatDraft(model, wish, [prompt]), ends, request)
 
     async def tokenize(self, wish: TokenizeWish, request: Request) -> Response:
