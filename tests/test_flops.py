@@ -202,6 +202,7 @@ def draw_arguments(draw: st.DrawFn) -> dict[str, Any]:
         mlp=draw(st.sampled_from(["swiglu", "gelu"])),
         qk_norm=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
+        residual_mix=draw(st.booleans()),
         tied_head=draw(st.booleans()),
     )
 

@@ -179,7 +179,9 @@ def num_parameters(config: ModelConfig) -> Parameters:
     if sizes.expert_predictor:
         expert_decider += experts.num_experts
     query_bias, kv_bias = (config.qkv_bias * n // config.width for n in sizes[:2])
-    total, active = config.width, float(config.width)
+    # the last norm, and factors of the residual stream
+    total = config.width + (2 * config.num_layers if config.residual_mix else 0)
+    active = float(total)
     for block in list_blocks(config):
         # the mixer's input norm, keys and values process every token that provides them
         offering = sizes.key_value + config.width + head_norm + kv_bias

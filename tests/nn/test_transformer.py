@@ -330,3 +330,26 @@ def test_capacities_can_be_set() -> None:
         assert kept == [16 * capacity for capacity in capacities]
     with pytest.raises(ValueError, match="shorter"):
         model.set_capacities((0.5,))
+
+
+def test_residual_mix_by_hand() -> None:
+    """Every token's stream is mixed, also of those that a routed block does not take."""
+    config = make_config("mod_residual_mix")
+    model, plain = make_model(config), make_model("mod")
+    tokens = make_tokens(config, 2, 12)
+    assert model.mix is not None
+    fresh = Transformer(config).double()
+    assert fresh.mix is not None
+    assert torch.equal(fresh.mix, torch.tensor([[1.0, 0.0]] * 4).double())
+    x0 = x = model.embedding(tokens)
+    place = model._place(tokens, None, None, None)
+    for (a, b), layer in zip(model.mix.tolist(), model.layers, strict=True):
+        x = a * x + b * x0
+        x = layer(x, place)[0] if isinstance(layer, MixtureOfDepths) else x + layer(x, place).update
+    torch.testing.assert_close(model(tokens).logits, model.head(model.norm(x)))
+    # as it starts, it changes nothing
+    plain.load_state_dict({n: v for n, v in model.state_dict().items() if n != "mix"})
+    assert not torch.allclose(plain(tokens).logits, model(tokens).logits)
+    torch.nn.init.zeros_(model.mix)
+    model.mix.data[:, 0] = 1
+    torch.testing.assert_close(plain(tokens).logits, model(tokens).logits)

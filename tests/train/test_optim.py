@@ -70,7 +70,7 @@ def test_groups_are_what_they_say(name: str) -> None:
     expected = {}
     for path, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
-            full = f"{path}.{own}"
+            full = f"{path}.{own}".removeprefix(".")
             if any(isinstance(model.get_submodule(p), Router | Predictor) for p in parents(path)):
                 expected[full] = "deciders" if parameter.ndim == 2 else "thresholds"
             elif path == "head" and not model.config.tied_head:

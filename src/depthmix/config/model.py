@@ -217,6 +217,9 @@ class ModelConfig:
     """RMS-normalise queries and keys in each head."""
     qkv_bias: bool = False
     """Add learned biases to queries, keys and values, as Qwen2 does."""
+    residual_mix: bool = False
+    """Before each block, x becomes a·x + b·x0 with x0 the embeddings; a and b are learned and start
+    at 1 and 0."""
     tied_head: bool = True
     """Use the embedding matrix as the output head."""
     rope_theta: Positive[float] = 10000.0

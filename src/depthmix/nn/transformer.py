@@ -80,6 +80,8 @@ class Transformer(nn.Module):
             if index in capacity:
                 block = MixtureOfDepths(block, config.width, config.routing, capacity[index])
             self.layers.append(block)
+        self.mix = nn.Parameter(torch.empty(config.num_layers, 2)) if config.residual_mix else None
+        """For each block, the factors of the stream and of the embeddings."""
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.register_buffer("phase_table", self.make_phases(), persistent=False)
@@ -125,6 +127,9 @@ class Transformer(nn.Module):
                 nn.init.normal_(module.w_in, std=module.w_in.shape[1] ** -0.5)
                 nn.init.normal_(module.w_out, std=out_scale * module.w_out.shape[1] ** -0.5)
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
+        if self.mix is not None:
+            nn.init.zeros_(self.mix)
+            self.mix[:, 0].fill_(1)
         if not self.config.tied_head:
             nn.init.normal_(self.head.weight, std=EMBEDDING_STD)
         self.phase_table.copy_(self.make_phases())
@@ -181,10 +186,13 @@ class Transformer(nn.Module):
         x_BTD = self.embedding(tokens)
         # under autocast the float32 table would keep the whole residual stream in float32
         x_BTD = x_BTD.to(compute_type(x_BTD))
+        embedded_BTD = x_BTD
         routings: list[Routing] = []
         expert_routings: list[ExpertRouting] = []
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache.layers[index]
+            if self.mix is not None:
+                x_BTD = self.mix[index, 0] * x_BTD + self.mix[index, 1] * embedded_BTD
             if isinstance(layer, MixtureOfDepths):
                 x_BTD, routing, update = layer(
                     x_BTD,
