@@ -1,5 +1,6 @@
 """The live page in a real browser."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -130,6 +131,13 @@ def test_tokens_are_shaded_as_they_are_written(browser: Any) -> None:
         routed = make_config().routed_layers
         assert [kinds[layer] == "in" for layer in routed] == [c == "1" for c in paths[place]]
         assert [kinds[layer] for layer in range(4) if layer not in routed] == ["dense"] * 2
+        prompt = Vocabulary(make_tokenizer(), END).encode("once upon")
+        params = SamplingParams(stop_tokens=[END], logprobs=5, **wish)
+        (sample,) = HeldEngine().generate([prompt], params)[0].samples
+        scores = card.locator(".scores tr td:last-child").all_inner_texts()
+        logprobs, tops = sample.logprobs or (), sample.top_logprobs or ()
+        wanted = [logprobs[place], *(each.logprob for each in tops[place])]
+        assert scores == [f"{100 * math.exp(logprob):.1f} %" for logprob in wanted]
         tab.lane().locator("[data-i='11']").dispatch_event("click")
         assert "It has no path" in card.inner_text()
         tab.page.locator("#close").tap()
@@ -168,6 +176,8 @@ def test_two_models_race(browser: Any) -> None:
         assert tab.lane(0).locator(".entry").count() == 2
         assert tab.lane(1).locator(".entry").count() == 1
         assert tab.lane(0).locator(".chat .prompt").inner_text() == "hi"
+        tab.lane(0).locator(".chat [data-i]").last.click()
+        assert tab.page.locator(".scores tr").count() == 7
         assert tab.page.locator("#prompt").input_value() == ""
         # the next message has the conversation before it
         before = running.worker.metrics.tokens_in._value.get()
