@@ -565,7 +565,7 @@ def test_a_model_without_a_trained_head_is_told_who_decides(
     ("name", "selector", "advice"),
     [
         ("mod", "topk", "not generated yet: use 'predictor' or 'router' or 'all'"),
-        ("mod", "oracle", "no selector 'oracle': use 'predictor' or 'router' or 'all'"),
+        ("mod", "oracle", "unknown selector 'oracle': use 'predictor' or 'router' or 'all'"),
         ("mod_aux", "predictor", "needs a predictor: use 'router' or 'all'"),
         ("stochastic", "topk", "not generated yet: use 'all'"),
     ],
