@@ -164,7 +164,7 @@ def test_heal_by_adapters_then_use_it_as_any_run(
             (*lora, "train.optimizer=muon"),
             "needs train.optimizer = adamw: muon updates whole matrices",
         ),
-        ((*lora, "routing.strategy=none"), "needs blocks that route: give train.lora_blocks=all"),
+        ((*lora, "routing.strategy=none"), "needs routed blocks: use train.lora_blocks=all"),
     ):
         place = ("--out", str(tmp_path / "wrong"))
         assert main(["train", "--from", str(run), *place, *common, *fields]) == 2

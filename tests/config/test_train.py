@@ -20,6 +20,7 @@ from depthmix.config import (
     fields,
     load_preset,
     load_run_config,
+    make_start_config,
 )
 
 SCHEDULES = ("cosine", "wsd", "constant")
@@ -524,3 +525,11 @@ def test_validations_read_a_tenth_at_most(num_steps: int, val_tokens: int, expec
     assert run.space_validations(num_steps) == expected
     fixed = RunConfig(model=model, train=Recipe(val_every=7))
     assert fixed.space_validations(num_steps) == 7
+
+
+def test_trained_weights_learn_slowly_unless_told_otherwise() -> None:
+    model = load_preset("tiny")
+    run = make_start_config(model, {"train.learning_rate": 1e-3})
+    assert run.model == model
+    assert (run.train.optimizer, run.train.scale_by_width) == ("adamw", False)
+    assert (run.train.router_rate_factor, run.train.learning_rate) == (10.0, 1e-3)

@@ -79,7 +79,8 @@ def train(
       depthmix train --config runs/60m-20261115-142233/config.toml train.seed=1
       torchrun --nproc-per-node 8 -m depthmix train --preset 1b --data data
     """
-    from depthmix.config import START_RATES, RunConfig, load_run_config, make_run_config
+    from depthmix.config import load_run_config, make_run_config, make_start_config
+    from depthmix.config.presets import sets_vocabulary
     from depthmix.config.train import BUDGETS
 
     models, overrides = split_arguments(fields or [], train=True)
@@ -122,13 +123,13 @@ def train(
         name = start.resolve().name
         source = open_model(start, max_seq_len=read_length(overrides))
         with named():
-            config = RunConfig.from_overrides(source.config, {**START_RATES, **overrides, **given})
+            config = make_start_config(source.config, {**overrides, **given})
 
     label = Path(name).stem if name.endswith(".toml") else name
     plan = Launch(run=config, name=label, data=data, out=out, resume=resume, device=device)
     fits = config_file is None and source is None and "vocab_size" not in overrides
     plan = plan._replace(
-        start=source, budget=longer, fit_vocabulary=fits and not _sets_vocabulary(name)
+        start=source, budget=longer, fit_vocabulary=fits and not sets_vocabulary(name)
     )
     try:
         with named():
@@ -142,13 +143,3 @@ def train(
     if outcome.state != "finished":
         # what there is to say has been said
         sys.exit(128 + (outcome.signal or 0))
-
-
-def _sets_vocabulary(preset: str) -> bool:
-    """Whether a model file sets its vocabulary size; the presets' sizes are only examples."""
-    if not preset.endswith(".toml"):
-        return False
-    from depthmix.config.fields import read_toml
-
-    tree = read_toml(Path(preset).read_text(encoding="utf-8"))
-    return "vocab_size" in tree.get("model", tree)

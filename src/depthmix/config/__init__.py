@@ -21,7 +21,7 @@ from depthmix.config.presets import (
     preset_names,
     preset_sizes,
 )
-from depthmix.config.train import BASE_WIDTH, START_RATES, Recipe, RunConfig
+from depthmix.config.train import BASE_WIDTH, START_RATES, Recipe, RunConfig, make_start_config
 
 __all__ = [
     "BASE_WIDTH",
@@ -41,6 +41,7 @@ __all__ = [
     "load_preset",
     "load_run_config",
     "make_run_config",
+    "make_start_config",
     "num_kept",
     "preset_names",
     "preset_sizes",

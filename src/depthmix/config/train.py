@@ -293,6 +293,11 @@ class RunConfig:
         return fields.build(RunConfig, tree)
 
 
+def make_start_config(model: ModelConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    """A new run that starts from trained weights of this model, by `START_RATES`."""
+    return RunConfig.from_overrides(model, {**START_RATES, **overrides})
+
+
 def update_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted fields of a run by their current names; of duplicates, the last counts."""
     return {fields.rename(RunConfig, name): value for name, value in overrides.items()}

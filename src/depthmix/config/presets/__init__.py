@@ -99,6 +99,15 @@ def load_config(source: str, overrides: Mapping[str, Any] | None = None) -> Mode
     return config.override(overrides or {})
 
 
+def sets_vocabulary(source: str) -> bool:
+    """Whether a model file sets its vocabulary size; the presets' sizes are only examples."""
+    if not source.endswith(".toml"):
+        return False
+    with _name_source(source):
+        tree = fields.read_toml(Path(source).read_text(encoding="utf-8"))
+    return "vocab_size" in tree.get("model", tree)
+
+
 def load_run_config(path: Path) -> RunConfig:
     """A run's configuration from its config.toml, or a file like it."""
     with _name_source(path):
