@@ -155,7 +155,7 @@ def test_runs_are_named_by_budget_variant_size_and_seed(tree: dict[str, Any]) ->
 
 
 @settings(max_examples=30)
-@given(budget=st.floats(3e8, 1e13), width=st.sampled_from([16, 32, 64]), batch=st.integers(1, 4))
+@given(budget=st.floats(5e8, 1e13), width=st.sampled_from([16, 32, 64]), batch=st.integers(1, 4))
 def test_steps_spend_the_budget(budget: float, width: int, batch: int) -> None:
     tree = {**TREE, "budgets": [budget], "sizes": [{"width": width, "num_layers": 2}]}
     for run in expand_plan(read_plan(tree), {"train.batch_size": batch}):
