@@ -148,7 +148,7 @@ def test_settings_are_shown_and_changed() -> None:
     for line, sentence in (
         ("/settings colour=1", "there is no setting colour: there are max_tokens, temperature"),
         ("/settings top_k=many", "top_k=many does not fit: it must be a number"),
-        ("/settings temperature", "temperature= does not fit"),
+        ("/settings temperature 1", "temperature has no value: write /settings temperature=VALUE"),
         ("/settings top_p=2", "top_p = 2"),
         ("/nope", "there is no /nope: /help lists what there is"),
     ):

@@ -217,10 +217,12 @@ class Talk:
     def _change(self, rest: str) -> str:
         changes: dict[str, Any] = {}
         for part in rest.split():
-            name, _, value = part.partition("=")
+            name, equals, value = part.partition("=")
             name = name.replace("-", "_")
             if name not in SETTINGS:
                 raise ValueError(f"there is no setting {name}: there are {', '.join(SETTINGS)}")
+            if not equals:
+                raise ValueError(f"{name} has no value: write /settings {name}=VALUE")
             try:
                 is_none = name == "seed" and value == NONE
                 changes[name] = None if is_none else SETTINGS[name](value)
