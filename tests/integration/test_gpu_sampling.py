@@ -243,6 +243,25 @@ def test_engines_in_threads_of_their_own_do_not_disturb_each_other() -> None:
             assert list(threads.map(generate, engines)) == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_text_is_scored_while_requests_run(dtype: torch.dtype) -> None:
+    model = make("mod")
+    tokens = make_tokens(model.config, 40).tolist()
+    logits = model(torch.tensor([tokens], device="cuda"), selector="predictor").logits[0, :-1]
+    wanted = logits.float().log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None].cuda())
+    engine = Engine(model.to(dtype), max_batch=4)
+    (alone,) = list_tokens(engine.generate([tokens], SamplingParams(max_tokens=16, seed=1)))
+    engine.add(tokens, SamplingParams(max_tokens=16, seed=1))
+    engine.step()
+    found = torch.tensor([score.logprob for score in engine.score(tokens, top=3)])
+    ends = []
+    while engine.has_work:
+        ends += [event.result for event in engine.step() if event.result is not None]
+    assert [sample.tokens for sample in ends] == [alone]
+    # the pass multiplies in bf16, and a token's choice of blocks may hang on its rounding
+    assert (found - wanted[:, 0].cpu()).abs().median() < 0.02
+
+
 def test_requests_that_are_computed_apart_do_not_disturb_each_other() -> None:
     """`invariant`: to the last bit, whoever else is there."""
     model = make("mod", width=64)

@@ -34,10 +34,13 @@ def iterate_logits(
     model: Transformer, hidden: Float[Tensor, "T D"]
 ) -> Iterator[Float[Tensor, "C V"]]:
     """float32 logits of all tokens, some tokens at a time."""
-    # bf16 logits would blur what is compared by them
-    hidden = hidden.to(model.head.weight.dtype)
-    for start in range(0, len(hidden), CHUNK_TOKENS):
-        yield model.head(hidden[start : start + CHUNK_TOKENS]).float()
+    weight = model.head.weight
+    for part in hidden.to(weight.dtype).split(CHUNK_TOKENS):
+        # bf16 logits would blur what is compared by them
+        if weight.is_cuda and weight.dtype == torch.bfloat16:
+            yield torch.mm(part, weight.T, out_dtype=torch.float32)
+        else:
+            yield model.head(part).float()
 
 
 @torch.inference_mode()
