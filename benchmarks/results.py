@@ -30,7 +30,14 @@ from depthmix.report.charts import (
     number_colors,
 )
 from depthmix.report.figures import Cell, Chart, Grid, read_digest, save_image
-from depthmix.report.fit import Fit, SizeMean, average_seeds, compare_minima, fit_runs
+from depthmix.report.fit import (
+    Fit,
+    SizeMean,
+    average_seeds,
+    compare_minima,
+    compare_sizes,
+    fit_runs,
+)
 from depthmix.report.frontier import COSTS, Lead, find_lead, fit_trend, trace_frontier
 from depthmix.report.load import Row
 from depthmix.report.page import format_error
@@ -82,15 +89,6 @@ def lead_of(size: SizeMean, cost: str = "full") -> Lead:
     return lead
 
 
-def compare(size: SizeMean, other: SizeMean) -> tuple[float, float | None]:
-    """By how many per cent a size's mean is above another's, and the standard error."""
-    ratio = size.loss / other.loss
-    if size.error is None or other.error is None:
-        return 100 * (ratio - 1), None
-    error = math.hypot(size.error / size.loss, other.error / other.loss)
-    return 100 * (ratio - 1), 100 * ratio * error
-
-
 def say_signed(value: float, error: float | None) -> str:
     # what rounds to nothing has no sign
     value = value if abs(value) >= 0.005 else 0.0
@@ -98,7 +96,7 @@ def say_signed(value: float, error: float | None) -> str:
 
 
 def say_difference(size: SizeMean, other: SizeMean) -> str:
-    percent, error = compare(size, other)
+    percent, error = compare_sizes(size, other)
     return f"{say_signed(percent, error)} %"
 
 

@@ -12,12 +12,13 @@ MODEL = (
 RECIPE = ("train.batch_size=2", "train.val_tokens=64", "--steps", "4", "--checkpoint-every", "2")
 
 
-def write_text_run(folder: Path, *fields: str) -> Path:
+def write_text_run(folder: Path, *fields: str, test_fraction: float = 0.0) -> Path:
     """`folder/run`, whose data is in `folder/data`; it has two checkpoints."""
     text = folder / "text.txt"
     lines = (f"line {i} says {i * i} and no more\n" for i in range(400))
     text.write_text("<|endoftext|>".join(lines))
-    prepare([str(text)], folder / "data", vocab_size=300, num_workers=1)
+    options = {"vocab_size": 300, "num_workers": 1, "test_fraction": test_fraction}
+    prepare([str(text)], folder / "data", **options)  # pyrefly: ignore
     place = ("--data", str(folder / "data"), "--out", str(folder / "run"))
     assert main(["train", *MODEL, *RECIPE, *place, *fields]) == 0
     return folder / "run"

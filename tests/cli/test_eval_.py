@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from depthmix.cli import main
 from depthmix.models import open_model
 from depthmix.models.upcycle import upcycle
+from depthmix.report.load import load_runs
+from depthmix.runs import RunDir
 from foreign_models import write_foreign
 from text_runs import write_text_run
 
@@ -52,6 +54,40 @@ def test_a_run_on_its_own_data_and_on_text(run: Path, capsys: pytest.CaptureFixt
     assert lines[1].startswith("  topk    loss ")
     assert "bits per byte" in lines[2]
     assert "routed" in lines[2]
+
+
+def test_the_test_split_is_measured_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_text_run(tmp_path, test_fraction=0.2)
+    before = (run / "metrics.jsonl").read_text()
+    found = evaluate(capsys, run, "--test")
+    assert found["test"]["rules"].keys() == {"topk", "causal"}
+    assert found["test"]["num_tokens"] != found["text"]["num_tokens"]
+    assert (run / "metrics.jsonl").read_text() == before
+    kept = evaluate(capsys, run, "--test", "--keep")
+    (record,) = RunDir.open(run).read_metrics("test")
+    rules = kept["test"]["rules"]
+    losses = {"loss_topk": rules["topk"]["loss"], "loss_causal": rules["causal"]["loss"]}
+    assert record == {"step": 4, "kind": "test", **losses}
+    (row,) = load_runs(run).rows
+    assert (row.test_loss, row.judged_test) == (losses["loss_topk"], losses["loss_causal"])
+    assert main(["eval", str(run), "--test"]) == 0
+    assert f"{run}, test split: " in capsys.readouterr().out
+
+
+def test_a_test_split_that_is_not_there_is_told(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, told in (
+        (["--test"], "has no test split: prepare the text again"),
+        (["--test", "--text", "a.txt"], "--test is for data with a test split"),
+        (["--keep"], "--keep keeps the loss of the whole test split of a run's own data"),
+        (["--test", "--keep", "--max-tokens", "9"], "neither --data, --max-tokens nor --seq-len"),
+    ):
+        assert main(["eval", str(run), *options]) == 2
+        printed, errors = capsys.readouterr()
+        assert (printed, told in errors) == ("", True)
 
 
 def test_an_exported_folder_gives_the_same_numbers(

@@ -319,6 +319,48 @@ def test_a_single_document_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert read_texts(tmp_path / "out", "val") == ["a line\n" * 2]
 
 
+def test_a_test_split_is_made_when_asked_for(source: Path, tmp_path: Path) -> None:
+    plain = prepare(source, tmp_path / "plain")
+    manifest = prepare(source, tmp_path / "out", test_fraction=0.2)
+    assert plain.splits.keys() == {"train", "val"}
+    assert manifest.splits.keys() == {"train", "val", "test"}
+    train, val, test = (read_texts(tmp_path / "out", s) for s in ("train", "val", "test"))
+    assert sorted([*train, *val, *test]) == sorted(TEXTS)
+    # validation stays as it is without it: what is tested comes out of training
+    assert val == read_texts(tmp_path / "plain", "val")
+    assert set(test) < set(read_texts(tmp_path / "plain", "train"))
+    assert 2 <= len(test) <= 24
+    with pytest.raises(ValueError, match=r"has no test split: prepare .* --test-fraction 0.02"):
+        Corpus.open(tmp_path / "plain").split("test")
+    # the same command is the same folder, with and without it
+    assert prepare(source, tmp_path / "out", test_fraction=0.2) == manifest
+    assert prepare(source, tmp_path / "plain") == plain
+    assert not {"test_fraction", "test_sources"} & plain.request.keys()
+    with pytest.raises(ValueError, match=r"--test-fraction 0\.2, not None"):
+        prepare(source, tmp_path / "out")
+    for fraction in (-0.1, 0.8):
+        with pytest.raises(ValueError, match=r"--test-fraction \S+ must lie in \[0, 0.8\)"):
+            prepare(source, tmp_path / "other", test_fraction=fraction)
+
+
+def test_test_sources_and_a_single_document(source: Path, tmp_path: Path) -> None:
+    held = tmp_path / "held.txt"
+    held.write_text("held out")
+    prepare(source, tmp_path / "a", test_sources=[str(held)], val_fraction=0.0)
+    assert read_texts(tmp_path / "a", "test") == ["held out"]
+    assert len(read_texts(tmp_path / "a", "train")) == len(TEXTS)
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"line {i}\n" for i in range(100)))
+    prepare(path, tmp_path / "b", val_fraction=0.02, test_fraction=0.1)
+    parts = [read_texts(tmp_path / "b", split) for split in ("train", "val", "test")]
+    assert "".join(text for part in parts for text in part) == path.read_text()
+    assert [part[0].count("\n") for part in parts] == [88, 2, 10]
+    # three documents, one for each
+    path.write_text("one<|endoftext|>two<|endoftext|>three")
+    manifest = prepare(path, tmp_path / "c", val_fraction=1e-9, test_fraction=1e-9)
+    assert [manifest.splits[s].num_documents for s in ("train", "val", "test")] == [1, 1, 1]
+
+
 def test_no_validation(source: Path, tmp_path: Path) -> None:
     manifest = prepare(source, tmp_path / "out", val_fraction=0.0)
     assert manifest.splits["val"].num_documents == 0

@@ -188,8 +188,8 @@ def test_what_a_corpus_says_of_itself(make_folder: FolderMaker) -> None:
     assert corpus.bytes_per_token == corpus.split("train").bytes_per_token == 18 / 6
     assert corpus.split("val").num_bytes == 9
     assert Corpus.open(make_folder([[1]], name="other")).bytes_per_token is None
-    with pytest.raises(ValueError, match="no split 'test': use train or val"):
-        corpus.split("test")
+    with pytest.raises(ValueError, match="there is no split 'held': use train or val"):
+        corpus.split("held")
     with pytest.raises(IndexError, match="no document 2 in 'train', which has 2"):
         corpus.split("train").read(2)
     with pytest.raises(ValueError, match="without a tokenizer"):

@@ -1,5 +1,6 @@
 """The page holds every run, needs nothing from outside, and says what it does not know."""
 
+import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -131,6 +132,30 @@ def test_two_runs_are_told_in_a_plain_sentence(tmp_path: Path, loss: float, told
     write_run(tmp_path / "third", MOD, 2.5, causal=loss, recipe={"seed": 1})
     report = write_report(tmp_path)
     assert summarize(report.runs, report.comparisons)[0] == "3 finished runs."
+
+
+def test_test_losses_stand_beside_validation(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        for name, fields, loss in (("dense", DENSE, 4.0), ("mod", MOD, 3.0)):
+            causal = 3.5 if name == "mod" else None
+            path = tmp_path / f"{name}-{seed}"
+            run = write_run(path, fields, loss, causal=causal, recipe={"seed": seed})
+            losses = {"loss": 4.1 + 0.2 * seed}
+            if causal:
+                losses = {"loss_topk": 3.2, "loss_causal": 3.36 + 0.02 * seed}
+            if name == "dense" or seed == 0:
+                run.append_metrics({"step": 100, "kind": "test", **losses})
+                run.close()
+    text, page = read_page(write_report(tmp_path).page)
+    assert page.cells[page.cells.index("4.2000") + 1] == "4.0000"
+    assert "3.3700" not in page.cells, "one of its runs was not tested"
+    run.append_metrics({"step": 100, "kind": "test", **losses})
+    run.close()
+    text, page = read_page(write_report(tmp_path).page)
+    # 3.37 against 4.2; two seeds 0.02 and 0.2 apart have errors of 0.01 and 0.1
+    error = 100 * 3.37 / 4.2 * math.hypot(0.01 / 3.37, 0.1 / 4.2)
+    assert f"{100 * (3.37 / 4.2 - 1):+.2f} ± {error:.2f} %" in page.cells
+    assert "Test split" in text
 
 
 def test_nothing_finished_is_a_page_too(tmp_path: Path) -> None:

@@ -41,6 +41,13 @@ def evaluate(
             show_default="the run's own, without --text or --tasks",
         ),
     ] = None,
+    test: Annotated[
+        bool, typer.Option("--test", help="Measure the data's test split, too.")
+    ] = False,
+    keep: Annotated[
+        bool,
+        typer.Option("--keep", help="Keep the test loss in the run's folder, for 'report'."),
+    ] = False,
     tasks: Tasks = None,
     include: Annotated[
         list[Path] | None,
@@ -79,6 +86,7 @@ def evaluate(
     For example:
       depthmix eval runs/demo-20261115-142233 --text essay.txt
       depthmix eval runs/demo-20261115-142233 --tasks python_syntax --json
+      depthmix eval runs/final --test --keep
     """
     check_device(device)
     counts = {"--max-tokens": max_tokens, "--seq-len": seq_len, "--batch": batch, "--limit": limit}
@@ -87,6 +95,15 @@ def evaluate(
             raise ValueError(f"{name} {value} must be at least 1")
     if text and data is not None:
         raise ValueError("give --text or --data, not both")
+    if test and (text or (tasks and data is None)):
+        raise ValueError(
+            "--test is for data with a test split: leave it out, or --text and --tasks"
+        )
+    if keep and (not test or data is not None or max_tokens is not None or seq_len is not None):
+        raise ValueError(
+            "--keep keeps the loss of the whole test split of a run's own data: give --test, and "
+            "neither --data, --max-tokens nor --seq-len"
+        )
     reads = bool(text) or data is not None or not tasks
     for_tasks = {"--include": include, "--fewshot": fewshot, "--limit": limit}
     for_tasks |= {"--selector": selector, "--chat": chat or None}
@@ -101,7 +118,8 @@ def evaluate(
     from depthmix.models import open_model
     from depthmix.world import choose_device
 
-    source = open_model(model, tokenizer=tokenizer)
+    # what is kept stands beside the last validation
+    source = open_model(model, tokenizer=tokenizer, checkpoint="newest" if keep else None)
     if chat and source.chat is None:
         raise ValueError(f"{model} has no chat template: leave out --chat")
     problem = source.config.find_selector_problem(selector)
@@ -110,18 +128,29 @@ def evaluate(
     if tasks and selector is None:
         # refused before a text takes its time
         source.config.choose_selector(None)
-    from depthmix.eval.perplexity import measure_stream, read_stored, tell_stream
+    from depthmix.eval.perplexity import (
+        keep_test_loss,
+        measure_stream,
+        read_stored,
+        tell_stream,
+    )
 
     # so is a tokenizer that is not there
     vocabulary = source.vocabulary if text or tasks else None
     texts = [read_text(file) for file in text or []]
     stream = read_stored(source, texts, data, max_tokens) if reads else None
+    held_out = read_stored(source, (), data, max_tokens, "test") if test else None
     network = source.network.to(choose_device(device))
     found: dict[str, Any] = {"model": str(model)}
     lines = []
     if stream is not None:
         found["text"] = measure_stream(network, stream, seq_len=seq_len, batch_size=batch)
         lines += tell_stream(model, found["text"])
+    if held_out is not None:
+        found["test"] = measure_stream(network, held_out, seq_len=seq_len, batch_size=batch)
+        lines += tell_stream(f"{model}, test split", found["test"])
+    if keep and source.run is not None:
+        keep_test_loss(source.run, found["test"])
     if tasks and vocabulary is not None:
         with name_missing_extra("eval"):
             from depthmix.eval.tasks import TaskModel, run_tasks, tell_tasks

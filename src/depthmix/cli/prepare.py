@@ -34,6 +34,13 @@ def prepare(
     val_fraction: Annotated[
         float, typer.Option(help="Fraction of documents for validation, without --val.")
     ] = 0.02,
+    test: Annotated[
+        list[str] | None,
+        typer.Option(help="A source for testing; may be repeated.", metavar="SOURCE"),
+    ] = None,
+    test_fraction: Annotated[
+        float, typer.Option(help="Fraction of documents for testing, without --test.")
+    ] = 0.0,
     text_field: Annotated[
         str, typer.Option(help="The text's field in JSONL and Parquet.")
     ] = "text",
@@ -44,7 +51,7 @@ def prepare(
         int | None, typer.Option(help="Token id that ends a document, if it cannot be detected.")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Threads. Default: one per core.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed that picks the documents for validation.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed that picks the documents held out.")] = 0,
 ) -> None:
     """Tokenise text into a folder that training reads.
 
@@ -70,6 +77,8 @@ def prepare(
             vocab_size=vocab_size,
             val_sources=val or (),
             val_fraction=val_fraction,
+            test_sources=test or (),
+            test_fraction=test_fraction,
             text_field=text_field,
             token_dtype=token_dtype,
             end_token=end_token,

@@ -56,16 +56,32 @@ class Reading:
 
     units: Sequence[Unit]
     val_units: Sequence[Unit] = ()
-    """Units for validation; if there are any, all of `units` are for training."""
+    """Units for validation; if there are any, none of `units` is."""
+    test_units: Sequence[Unit] = ()
+    """Units for testing; the same."""
     text_field: str = "text"
     end_token: int | None = None
     val_fraction: float = 0.02
+    test_fraction: float = 0.0
     seed: int = 0
+
+    @property
+    def every_unit(self) -> list[Unit]:
+        """In the order in which they are read."""
+        return [*self.units, *self.val_units, *self.test_units]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The shares of `units` that are held out, by split."""
+        return {
+            "val": 0.0 if self.val_units else self.val_fraction,
+            "test": 0.0 if self.test_units else self.test_fraction,
+        }
 
     @property
     def total_bytes(self) -> int:
         """Size on disk; 0 if unknown."""
-        return sum(unit.num_bytes for unit in (*self.units, *self.val_units))
+        return sum(unit.num_bytes for unit in self.every_unit)
 
     def read_contents(self, units: Iterable[Unit]) -> Iterator[str | np.ndarray]:
         """The documents of some units, without empty ones."""
@@ -80,10 +96,10 @@ class Reading:
 
     def read_pieces(self, start: ReadingPlace) -> Iterator[Piece]:
         """Every document from a place on, cut into pieces."""
-        units = [*self.units, *self.val_units]
+        units = self.every_unit
         before = [0, *accumulate(unit.num_bytes for unit in units)]
         # hashing would put a single document into one split; it is divided instead
-        alone = not self.val_units and self.num_first == 1
+        alone = self.num_first == 1
         for number in range(start.unit, len(units)):
             num_read = start.document if number == start.unit else 0
             documents = read_documents(
@@ -99,34 +115,47 @@ class Reading:
                     continue
                 place = ReadingPlace(number, num_read)
                 done_bytes = before[number] + document.offset_bytes
-                if alone:
-                    head, tail = self._cut_alone(content)
-                    yield from cut_document(head, "train", None if len(tail) else place, done_bytes)
-                    if len(tail):
-                        yield from cut_document(tail, "val", place, done_bytes)
+                if number >= len(self.units):
+                    is_test = number >= len(self.units) + len(self.val_units)
+                    parts = {"test" if is_test else "val": content}
+                elif alone:
+                    parts = self._cut_alone(content)
                 else:
-                    is_val = number >= len(self.units)
-                    split = "val" if is_val else self.choose_split(content)
-                    yield from cut_document(content, split, place, done_bytes)
+                    parts = {self.choose_split(content): content}
+                last = list(parts)[-1]
+                for split, part in parts.items():
+                    # reading can go on behind the whole document only
+                    end = place if split == last else None
+                    yield from cut_document(part, split, end, done_bytes)
 
     def choose_split(self, content: str | np.ndarray) -> str:
         """Assign a document by its content, so that duplicates end up in the same split."""
-        if self.val_units or not self.val_fraction:
+        if not any(self.shares.values()):
             return "train"
         data = content.encode() if isinstance(content, str) else content.astype("<u4").tobytes()
         digest = hashlib.blake2b(data, digest_size=8, key=str(self.seed).encode()).digest()
-        share = int.from_bytes(digest, "little") / 2**64
-        return "val" if share < self.val_fraction else "train"
+        place, bound = int.from_bytes(digest, "little") / 2**64, 0.0
+        # validation first: asking for a test split leaves it as it is
+        for split, share in self.shares.items():
+            bound += share
+            if place < bound:
+                return split
+        return "train"
 
-    def _cut_alone(self, content: str | np.ndarray) -> tuple[str | np.ndarray, str | np.ndarray]:
-        """The one document of a corpus: its beginning for training, its end for validation."""
-        if not self.val_fraction or len(content) < 2:
-            return content, content[:0]
-        cut = min(max(1, round(len(content) * (1 - self.val_fraction))), len(content) - 1)
-        if isinstance(content, str):
-            # a newline near the cut, else the cut itself
-            cut = content.rfind("\n", cut - cut // 100, cut) + 1 or cut
-        return content[:cut], content[cut:]
+    def _cut_alone(self, content: str | np.ndarray) -> dict[str, str | np.ndarray]:
+        """The one document of a corpus: its beginning is for training, its end is held out."""
+        held: dict[str, str | np.ndarray] = {}
+        left, left_share = content, 1.0
+        for split, share in reversed(self.shares.items()):
+            if not share or len(left) < 2:
+                continue
+            cut = min(max(1, round(len(left) * (1 - share / left_share))), len(left) - 1)
+            left_share -= share
+            if isinstance(left, str):
+                # a newline near the cut, else the cut itself
+                cut = left.rfind("\n", cut - cut // 100, cut) + 1 or cut
+            held[split], left = left[cut:], left[:cut]
+        return {"train": left, **dict(reversed(held.items()))}
 
 
 def cut_document(

@@ -23,6 +23,9 @@ MANIFEST_FILE = "manifest.json"
 # the request and the progress of a folder being prepared
 UNFINISHED_FILE = "unfinished.json"
 SPLITS = ("train", "val")
+"""What every folder has."""
+TEST_SPLIT = "test"
+"""What a folder has if it was asked for: documents that nothing is tuned on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +138,8 @@ def parse_manifest(tree: Any, path: Path) -> Manifest:
             f"use the depthmix that made it, or prepare the folder again"
         )
     try:
-        splits = {name: _parse_split(tree["splits"][name]) for name in SPLITS}
+        present = [*SPLITS, *([TEST_SPLIT] if TEST_SPLIT in tree["splits"] else [])]
+        splits = {name: _parse_split(tree["splits"][name]) for name in present}
         names = [name for s in splits.values() for x in s.shards for name in (x.file, x.index)]
         tokenizer = tree["tokenizer"]
         names += [tokenizer] if tokenizer is not None else []
@@ -256,7 +260,7 @@ def _compare(folder: Path, verb: str, before: dict[str, Any], now: dict[str, Any
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if not changed:
         return
-    hashed = ("sources", "val_sources", "tokenizer")
+    hashed = ("sources", "val_sources", "test_sources", "tokenizer")
     details = [
         f"other {name.replace('_', ' ')}"
         if name in hashed

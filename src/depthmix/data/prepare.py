@@ -18,6 +18,7 @@ from depthmix.data.encode import Encoder, Reading, ReadingPlace, sample_texts
 from depthmix.data.manifest import (
     MANIFEST_FILE,
     SPLITS,
+    TEST_SPLIT,
     Manifest,
     claim_folder,
     explain_writing,
@@ -123,6 +124,8 @@ def prepare(
     vocab_size: int | None = None,
     val_fraction: float = 0.02,
     val_sources: Sequence[str] = (),
+    test_fraction: float = 0.0,
+    test_sources: Sequence[str] = (),
     text_field: str = "text",
     token_dtype: str | None = None,
     end_token: int | None = None,
@@ -134,11 +137,12 @@ def prepare(
     """Tokenise `sources` into the folder `out`; resumes where an earlier call was interrupted.
 
     Without a `tokenizer` (a path or a hub name), one with `vocab_size` ids is trained. Documents
-    for validation are chosen by their content, unless `val_sources` are given. The result does not
-    depend on `num_workers` (default: one per processor).
+    for validation are chosen by their content, unless `val_sources` are given; so are those of a
+    test split, which is made only if `test_fraction` or `test_sources` ask for it. The result does
+    not depend on `num_workers` (default: one per processor).
     """
     report: Report = progress or (lambda _: None)
-    _check_options(sources, val_fraction, shard_tokens, num_workers)
+    _check_options(sources, val_fraction, test_fraction, shard_tokens, num_workers)
     out = Path(out).expanduser()
     report(Progress("check"))
     listings = [
@@ -148,19 +152,23 @@ def prepare(
             )
             for source in group
         ]
-        for group in (sources, val_sources)
+        for group in (sources, val_sources, test_sources)
     ]
-    units, val_units = ([unit for listing in group for unit in listing.units] for group in listings)
-    given = load_vocabulary([*units, *val_units], tokenizer, vocab_size, end_token)
+    units, val_units, test_units = (
+        [unit for listing in group for unit in listing.units] for group in listings
+    )
+    given = load_vocabulary([*units, *val_units, *test_units], tokenizer, vocab_size, end_token)
     reading = Reading(
         units=units,
         val_units=val_units,
+        test_units=test_units,
         text_field=text_field,
         end_token=given.end_token if given else end_token,
         val_fraction=val_fraction,
+        test_fraction=test_fraction,
         seed=seed,
     )
-    request = {
+    request: dict[str, Any] = {
         "sources": hash_units(units),
         "val_sources": hash_units(val_units),
         "tokenizer": given.hash if given else None,
@@ -171,7 +179,11 @@ def prepare(
         "shard_tokens": shard_tokens,
         "seed": seed,
     }
-    for group, found in ((sources, reading), (val_sources, replace(reading, units=val_units))):
+    if test_fraction or test_sources:
+        # a request of before, without one, stays the same
+        request |= {"test_sources": hash_units(test_units), "test_fraction": test_fraction}
+    groups = ((sources, units), (val_sources, val_units), (test_sources, test_units))
+    for group, found in ((group, replace(reading, units=each)) for group, each in groups):
         if group and found.num_first == 0:
             raise ValueError(f"there is no text in {', '.join(group)}: nothing to prepare")
     with explain_writing(out):
@@ -198,7 +210,7 @@ def prepare(
             work.open(state)
             work.encode(num_workers, report)
             num_skipped = sum(listing.num_skipped for group in listings for listing in group)
-            manifest = work.finish((*sources, *val_sources), num_skipped)
+            manifest = work.finish((*sources, *val_sources, *test_sources), num_skipped)
         finally:
             work.close()
         write_file(out / MANIFEST_FILE, manifest.to_json().encode())
@@ -207,7 +219,7 @@ def prepare(
 
 
 class _Work:
-    """The writers of both splits, which record what is needed to resume after a kill."""
+    """The writers of all splits, which record what is needed to resume after a kill."""
 
     def __init__(
         self,
@@ -224,7 +236,8 @@ class _Work:
     def open(self, state: dict[str, Any] | None) -> None:
         if state is not None:
             self.start = ReadingPlace(*state["place"])
-        for split in SPLITS:
+        has_test = "test_fraction" in self.request
+        for split in (*SPLITS, *([TEST_SPLIT] if has_test else [])):
             self.writers[split] = ShardWriter(
                 self.out,
                 split,
@@ -269,13 +282,13 @@ class _Work:
         write_unfinished(self.out, self.request, {"place": list(place), "splits": splits})
 
     def finish(self, sources: Sequence[str], num_skipped_files: int) -> Manifest:
-        train, val = (self.writers[split] for split in SPLITS)
         # hashing may put every document of a small corpus into the same split
-        if self.reading.val_fraction and not self.reading.val_units:
-            for giver, taker in ((train, val), (val, train)):
-                if taker.num_documents == 0 and giver.num_documents > 1:
-                    taker.append(*giver.take_last())
-                    taker.end_document()
+        hashed = ["train", *(split for split, share in self.reading.shares.items() if share)]
+        for taker in (self.writers[split] for split in hashed[1:] + hashed[:1]):
+            giver = max((self.writers[s] for s in hashed), key=lambda writer: writer.num_documents)
+            if taker.num_documents == 0 and giver.num_documents > 1:
+                taker.append(*giver.take_last())
+                taker.end_document()
         return Manifest(
             dtype=self.dtype,
             vocab_size=self.vocabulary.size,
@@ -300,7 +313,11 @@ def count_processors() -> int:
 
 
 def _check_options(
-    sources: Sequence[str], val_fraction: float, shard_tokens: int, num_workers: int | None
+    sources: Sequence[str],
+    val_fraction: float,
+    test_fraction: float,
+    shard_tokens: int,
+    num_workers: int | None,
 ) -> None:
     if not sources:
         raise ValueError("nothing to prepare: name a file, a folder, hf:owner/name or stdlib")
@@ -308,6 +325,11 @@ def _check_options(
         raise ValueError(
             f"--val-fraction {val_fraction} must lie in [0, 1): 0.02 keeps one document in fifty "
             f"for validation"
+        )
+    if not 0 <= test_fraction < 1 - val_fraction:
+        raise ValueError(
+            f"--test-fraction {test_fraction} must lie in [0, {1 - val_fraction:g}), beside the "
+            f"fraction for validation: 0.02 keeps one document in fifty for testing"
         )
     for name, value in (("shard_tokens =", shard_tokens), ("--workers", num_workers)):
         if value is not None and value < 1:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int, Int64
 
 from depthmix.data.manifest import (
-    SPLITS,
+    TEST_SPLIT,
     Manifest,
     Shard,
     SplitSummary,
@@ -371,9 +371,14 @@ class Corpus:
                 yield self.folder / shard.file, shard.num_tokens * itemsize, shard.sha256
 
     def split(self, name: str) -> Split:
-        """The split `train` or `val`."""
-        if name not in SPLITS:
-            raise ValueError(f"there is no split '{name}': use {' or '.join(SPLITS)}")
+        """The split `train` or `val`, or `test` where there is one."""
+        if name == TEST_SPLIT and name not in self.manifest.splits:
+            raise ValueError(
+                f"{self.folder} has no test split: prepare the text again, in another folder, with "
+                f"--test-fraction 0.02 or --test SOURCE"
+            )
+        if name not in self.manifest.splits:
+            raise ValueError(f"there is no split '{name}': use {' or '.join(self.manifest.splits)}")
         return Split(self.folder, name, self.manifest.splits[name], self.manifest.dtype)
 
     def load_tokenizer(self) -> "tokenizers.Tokenizer":

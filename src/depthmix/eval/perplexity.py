@@ -24,6 +24,7 @@ from depthmix.models import StoredModel, begin_document
 from depthmix.nn import Transformer
 from depthmix.nn.losses import IGNORE
 from depthmix.nn.transformer import Hidden
+from depthmix.runs import RunDir
 from depthmix.train.evaluate import bits_per_byte
 
 
@@ -112,6 +113,16 @@ def tell_stream(name: object, found: Mapping[str, Any]) -> list[str]:
             line += f"  routed {rule['share_routed']:.1%}"
         lines.append(line)
     return lines
+
+
+def keep_test_loss(run: RunDir, found: Mapping[str, Any]) -> None:
+    """Add what `measure_stream` found on the test split to a run's metrics."""
+    names = {"dense": "loss", "topk": "loss_topk", "causal": "loss_causal"}
+    losses = {names[rule]: each["loss"] for rule, each in found["rules"].items()}
+    with run.lock():
+        step = run.read_json("status.json").get("step", 0)
+        run.append_metrics({"step": step, "kind": "test", **losses})
+        run.close()
 
 
 def pad_rows(
@@ -209,6 +220,7 @@ def read_stored(
     texts: Sequence[str] = (),
     data: Path | None = None,
     max_tokens: int | None = None,
+    split: str = "val",
 ) -> Stream:
     """The tokens of texts, or of a data folder: without either, of what a run was trained on."""
     if texts:
@@ -221,7 +233,7 @@ def read_stored(
                 f"{model.path} has no data of its own: name some with --text or --data"
             )
         data = Path(used["folder"])
-    return read_corpus(Corpus.open(data), max_tokens)
+    return read_corpus(Corpus.open(data), max_tokens, split)
 
 
 def read_corpus(corpus: Corpus, max_tokens: int | None = None, split: str = "val") -> Stream:

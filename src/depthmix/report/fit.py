@@ -265,6 +265,24 @@ def average_seeds(rows: Sequence[Row], measure: Callable[[Row], float | None]) -
     )
 
 
+def average_test(fit: Fit) -> SizeMean | None:
+    """A fit's best size by its test losses, if all its runs have them."""
+    rows = fit.best.rows
+    if any(row.judged_test is None for row in rows):
+        return None
+    return average_seeds(rows, lambda row: row.judged_test)
+
+
+def compare_sizes(size: SizeMean, other: SizeMean) -> tuple[float, float | None]:
+    """By how many per cent a size's mean is above another's, and the standard error of that."""
+    ratio = size.loss / other.loss
+    if size.error is None or other.error is None:
+        return 100 * (ratio - 1), None
+    return 100 * (ratio - 1), 100 * ratio * math.hypot(
+        size.error / size.loss, other.error / other.loss
+    )
+
+
 def find_dense(fits: Iterable[Fit], budget: float) -> Fit | None:
     """The dense fit of a budget, or where there is none that of plain experts; of several the best.
 
@@ -282,22 +300,18 @@ def compare_minima(fits: Sequence[Fit]) -> list[Comparison]:
         dense = find_dense(fits, fit.budget)
         if dense is None or fit is dense:
             continue
-        parity = fit.find_parity(dense.loss)
+        parity, ratio = fit.find_parity(dense.loss), fit.loss / dense.loss
+        error = None
+        if fit.error is not None and dense.error is not None:
+            error = 100 * ratio * math.hypot(fit.error / fit.loss, dense.error / dense.loss)
         found.append(
             Comparison(
                 fit=fit,
                 dense=dense,
-                percent=100 * (fit.loss - dense.loss) / dense.loss,
-                error=_compare_errors(fit, dense),
+                percent=100 * (ratio - 1),
+                error=error,
                 relative_flops=fit.flops_per_token / dense.flops_per_token,
                 parity_flops=None if parity is None else parity / dense.flops_per_token,
             )
         )
     return found
-
-
-def _compare_errors(fit: Fit, dense: Fit) -> float | None:
-    if fit.error is None or dense.error is None:
-        return None
-    ratio = fit.loss / dense.loss
-    return 100 * ratio * math.hypot(fit.error / fit.loss, dense.error / dense.loss)

@@ -95,6 +95,9 @@ class Row(NamedTuple):
     """Of the first start."""
     config: RunConfig
     num_steps: int
+    test_loss: float | None = None
+    """As `loss`, on the test split; None where nobody asked for it."""
+    test_loss_causal: float | None = None
 
     @property
     def judged(self) -> float:
@@ -102,6 +105,11 @@ class Row(NamedTuple):
         judged = self.loss if self.loss_causal is None else self.loss_causal
         assert judged is not None, "a row has one of the two"
         return judged
+
+    @property
+    def judged_test(self) -> float | None:
+        """The same on the test split."""
+        return self.test_loss if self.test_loss_causal is None else self.test_loss_causal
 
 
 class SkippedRun(NamedTuple):
@@ -148,14 +156,16 @@ def _load_run(
     name = Path(summary.path).relative_to(folder).as_posix()
     name = Path(summary.path).resolve().name if name == "." else name
     problem = _find_problem(summary)
-    train, val = ([r for r in records if r.get("kind") == kind] for kind in ("train", "val"))
+    train, val, test = (
+        [r for r in records if r.get("kind") == kind] for kind in ("train", "val", "test")
+    )
     # a loss that is not finite is written as null; top-k must not stand in for it
     if not problem and val and val[-1].get("loss_causal", 0.0) is None:
         problem = "its loss under causal decisions is not finite"
     if problem:
         return SkippedRun(name, summary.state, problem)
     try:
-        return _read_row(name, summary, train, val)
+        return _read_row(name, summary, train, val, test)
     except (OSError, ValueError) as error:
         return SkippedRun(name, "broken", str(error))
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
@@ -174,16 +184,23 @@ def _find_problem(run: RunSummary) -> str:
 
 
 def _read_row(
-    name: str, summary: RunSummary, train: Sequence[Record], val: Sequence[Record]
+    name: str,
+    summary: RunSummary,
+    train: Sequence[Record],
+    val: Sequence[Record],
+    test: Sequence[Record],
 ) -> Row:
     folder = RunDir.open(summary.path)
     config = RunConfig.from_dict(folder.read_config())
     schedule = make_schedule(config)
     loss = summary.val_loss_topk
     assert loss is not None
+    tested = test[-1] if test else {}
     return make_row(
         name,
         config,
+        test_loss=tested.get("loss_topk", tested.get("loss")),
+        test_loss_causal=tested.get("loss_causal"),
         num_steps=summary.step,
         flops=float(schedule.count_flops(summary.step, "full")),
         executed_flops=float(schedule.count_flops(summary.step, "executed")),

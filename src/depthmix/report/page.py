@@ -18,7 +18,16 @@ from typing import NamedTuple
 from depthmix.files import replace_file
 from depthmix.report.charts import list_charts
 from depthmix.report.figures import Chart, NoMatplotlib, draw_chart, save_images
-from depthmix.report.fit import NOISE, Comparison, Fit, compare_minima, fit_runs
+from depthmix.report.fit import (
+    NOISE,
+    Comparison,
+    Fit,
+    average_test,
+    compare_minima,
+    compare_sizes,
+    find_dense,
+    fit_runs,
+)
 from depthmix.report.frontier import COSTS, Lead, Trend, find_leads, fit_trends
 from depthmix.report.load import Row, Runs
 from depthmix.report.records import read_report_runs
@@ -89,6 +98,7 @@ def make_page(
             for each in filter(None, (*find_warnings(runs.rows), problem))
         ),
         "minima": _section("Minima", _list_minima(fits, comparisons), MINIMA_NOTE),
+        "test": _section("Test split", _list_test(fits), TEST_NOTE),
         "leads": _section("Leads at equal cost", _list_leads(fits), LEADS_NOTE),
         "figures": "\n".join(figures),
         "sizes": _section("Sizes", _list_sizes(fits), SIZES_NOTE),
@@ -117,6 +127,11 @@ LEADS_NOTE = (
     "kind to themselves. The multiplier is how many times the cost dense needs for the same loss; "
     "* marks one from beyond the dense models that were trained. What follows ± is a standard "
     "error over seeds."
+)
+TEST_NOTE = (
+    "Losses on documents that nothing was tuned on, of the best size of each variant by its "
+    "validation loss, where 'depthmix eval RUN --test --keep' measured them. What follows ± is a "
+    "standard error over seeds."
 )
 SIZES_NOTE = (
     "Means over seeds. Where a size was run by several recipes, that with the lowest mean counts."
@@ -278,6 +293,24 @@ def _list_leads(fits: Sequence[Fit]) -> list[list[str]]:
             )
             table[-1].append("-" if lead is None else _tell_multiplier(lead))
     return table
+
+
+def _list_test(fits: Sequence[Fit]) -> list[list[str]]:
+    table = [["budget", "variant", "test loss", "validation loss", "seeds", "difference"]]
+    for fit in fits:
+        size, dense = average_test(fit), find_dense(fits, fit.budget)
+        if size is None:
+            continue
+        other = None if dense is None or dense is fit else average_test(dense)
+        difference = None if other is None else compare_sizes(size, other)
+        table.append(
+            [
+                *(format_power(fit.budget), fit.variant, f"{size.loss:.4f}"),
+                *(f"{fit.best.loss:.4f}", f"{size.num_seeds}"),
+                "-" if difference is None else f"{format_error(*difference, sign=True)} %",
+            ]
+        )
+    return table if len(table) > 1 else []
 
 
 def _tell_multiplier(lead: Lead) -> str:
