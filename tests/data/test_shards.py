@@ -236,7 +236,7 @@ def test_a_missing_or_cut_file_is_named(make_folder: FolderMaker, name: str) -> 
     data = path.read_bytes()
     for changed in (data[:-1], data + b"\0\0"):
         path.write_bytes(changed)
-        with pytest.raises(ValueError, match=rf"{name} has {len(changed)} bytes and not the"):
+        with pytest.raises(ValueError, match=rf"{name} has {len(changed)} bytes, but the"):
             Corpus.open(folder)
     path.unlink()
     with pytest.raises(ValueError, match=rf"{name} is missing: copy it again"):

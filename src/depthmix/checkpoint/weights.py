@@ -80,7 +80,7 @@ def check_num_layers(config: ModelConfig, names: Iterable[str], origin: Path | s
 def choose_checkpoint(path: Path, which: Which | None = None) -> Path:
     """The checkpoint meant by a run's folder, its checkpoints folder, or a checkpoint itself."""
     if path.is_file():
-        raise ValueError(f"{path} is a file: give a run's folder or one of its checkpoints")
+        raise ValueError(f"{path} is a file: name the folder of a run or of a checkpoint")
     if not path.is_dir():
         raise ValueError(f"there is nothing at {path}: give a run's folder or a checkpoint")
     if (path / disk.STATE).exists() or (path / disk.CHECKSUMS).exists():

@@ -102,9 +102,7 @@ def read_vocabulary(place: str | Path) -> Vocabulary:
 def read_folder(folder: Path) -> Vocabulary:
     """The tokenizer in a Hugging Face folder."""
     if not (folder / TOKENIZER_FILE).is_file():
-        raise ValueError(
-            f"the folder {folder} holds no {TOKENIZER_FILE}: name its tokenizer with --tokenizer"
-        )
+        raise ValueError(f"{folder} has no {TOKENIZER_FILE}: name its tokenizer with --tokenizer")
     return Vocabulary(load_tokenizer(folder), find_end(folder))
 
 
