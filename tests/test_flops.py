@@ -203,6 +203,7 @@ def draw_arguments(draw: st.DrawFn) -> dict[str, Any]:
         qk_norm=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
         residual_mix=draw(st.booleans()),
+        value_embedding=draw(st.booleans()),
         tied_head=draw(st.booleans()),
     )
 

@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tied_head": False,
     },
     "mod": {},
-    "mod_residual_mix": {"residual_mix": True},
+    "mod_mix_values": {"residual_mix": True, "value_embedding": True},
     "mod_qkv_bias": {"qkv_bias": True},
     "mod_sigmoid": {"routing.gate": "sigmoid"},
     "mod_tanh1": {"routing.gate": "tanh1"},
@@ -142,6 +142,8 @@ def make_model(
         model.embedding.weight.normal_()
         if model.mix is not None:
             model.mix.uniform_(0.5, 1.5)
+        if model.value_embedding is not None:
+            model.value_embedding.weight.normal_()
         for module in model.modules():
             if isinstance(module, Router):
                 module.weight.normal_(std=config.width**-0.5)

@@ -184,7 +184,7 @@ def num_parameters(config: ModelConfig) -> Parameters:
     active = float(total)
     for block in list_blocks(config):
         # the mixer's input norm, keys and values process every token that provides them
-        offering = sizes.key_value + config.width + head_norm + kv_bias
+        offering = sizes.key_value + config.width + head_norm + kv_bias + config.value_embedding
         updating = sizes.query + sizes.out + config.width + head_norm + query_bias
         updating += expert_decider if block.has_experts else sizes.mlp
         deciding = block.num_deciders * decider
@@ -193,6 +193,8 @@ def num_parameters(config: ModelConfig) -> Parameters:
         active += block.offered * offering + deciding
         active += block.updated * (updating + experts.capacity * in_experts)
     vocabulary = sizes.head if config.tied_head else 2 * sizes.head
+    if config.value_embedding:
+        vocabulary += config.vocab_size * config.shape.num_kv_heads * config.shape.head_width
     return Parameters(
         total=total + vocabulary,
         active=round(active) + vocabulary,

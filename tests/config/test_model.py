@@ -441,6 +441,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         qk_norm=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
         residual_mix=draw(st.booleans()),
+        value_embedding=draw(st.booleans()),
         tied_head=draw(st.booleans()),
         rope_theta=draw(st.floats(1e-3, 1e9)),
         rope_factors=draw(st.sampled_from([None, (4.0,), (32.0, 1.0, 4.0, 8192.0)])),

@@ -365,6 +365,11 @@ def test_refuses_what_it_cannot_do(options: dict[str, Any], told: str) -> None:
         model(**{"input_ids": ids, **options})
 
 
+def test_a_model_with_value_embedding_keeps_its_vocabulary() -> None:
+    with pytest.raises(ValueError, match="cannot change its vocabulary"):
+        make_hf_model("mod_mix_values").resize_token_embeddings(80)
+
+
 def test_random_routing_has_no_causal_head() -> None:
     model = make_hf_model("stochastic")
     model.config.selector = None

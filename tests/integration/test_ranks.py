@@ -58,6 +58,7 @@ CURVES: dict[str, tuple[str, dict[str, Any]]] = {
     # three cannot be shared by two: each is cut
     "experts": ("mode_staged", {"experts.num_experts": 3}),
     "bias": ("token_choice_bias", {}),
+    "mixed": ("mod_mix_values", {"train.checkpoint_activations": True}),
     "replicas": ("mod", {"train.optimizer": "adamw", "train.shard_size": 1}),
     "recomputed": ("mod", {"train.checkpoint_activations": True, "train.num_micro_batches": 2}),
     # as on a GPU, see `fuse`; every gradient is clipped

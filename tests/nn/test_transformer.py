@@ -3,13 +3,15 @@
 import copy
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from depthmix.config import ModelConfig, load_preset
-from depthmix.nn import Cache, MixtureOfDepths, Transformer
+from depthmix.nn import Cache, MixtureOfDepths, Transformer, attention
+from depthmix.nn.attention import attend
 from depthmix.nn.transformer import EMBEDDING_STD, count_positions
 from variants import (
     NAMES,
@@ -334,7 +336,7 @@ def test_capacities_can_be_set() -> None:
 
 def test_residual_mix_by_hand() -> None:
     """Every token's stream is mixed, also of those that a routed block does not take."""
-    config = make_config("mod_residual_mix")
+    config = make_config("mod_mix_values", value_embedding=False)
     model, plain = make_model(config), make_model("mod")
     tokens = make_tokens(config, 2, 12)
     assert model.mix is not None
@@ -353,3 +355,33 @@ def test_residual_mix_by_hand() -> None:
     torch.nn.init.zeros_(model.mix)
     model.mix.data[:, 0] = 1
     torch.testing.assert_close(plain(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("kv_capacity", [None, 0.5])
+def test_values_get_their_embeddings(kv_capacity: float | None) -> None:
+    """A block's values are W·x plus a scaled row of the table, whichever tokens they are of."""
+    config = make_config(
+        "mod_mix_values", residual_mix=False, **{"routing.kv_capacity": kv_capacity}
+    )
+    model, tokens = make_model(config), make_tokens(config, 2, 12)
+    assert model.value_embedding is not None
+    table = model.value_embedding.weight
+    expected: list[Tensor] = []
+    found: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, attention.Attention):
+            assert module.value_scale is not None
+            module.value_scale.data.fill_(0.7)
+            module.w_value.register_forward_hook(lambda _m, _i, out: expected.append(out))
+    with patch.object(
+        attention, "attend", lambda q, k, v, m: found.append(v) or attend(q, k, v, m)
+    ):
+        routings = iter(model(tokens).routings)
+    for layer, plain, value in zip(model.layers, expected, found, strict=True):
+        rows, gate = table[tokens], torch.ones(())
+        if isinstance(layer, MixtureOfDepths):
+            routing = next(routings)
+            offering = routing.memory or routing
+            rows = table[tokens.gather(1, offering.index)]
+            gate = torch.ones(()) if routing.memory is None else offering.weight[:, :, None]
+        torch.testing.assert_close(value.flatten(2), (plain + 0.7 * rows) * gate)

@@ -231,7 +231,7 @@ def test_overrides_that_do_not_fit(
         ("capacity-frequency", 13, 29),
         ("controls", 9, 27),
         ("experts", 4, 33),
-        ("knobs", 15, 38),
+        ("knobs", 17, 42),
         ("placement", 5, 7),
     ],
 )

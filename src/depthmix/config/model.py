@@ -220,6 +220,8 @@ class ModelConfig:
     residual_mix: bool = False
     """Before each block, x becomes a·x + b·x0 with x0 the embeddings; a and b are learned and start
     at 1 and 0."""
+    value_embedding: bool = False
+    """Add to each block's values a second embedding of the token, by a learned factor per block."""
     tied_head: bool = True
     """Use the embedding matrix as the output head."""
     rope_theta: Positive[float] = 10000.0

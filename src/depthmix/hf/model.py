@@ -119,6 +119,8 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
 
     def resize_token_embeddings(self, *args: Any, **options: Any) -> nn.Embedding:
         """As transformers does."""
+        if self.model.value_embedding is not None:
+            raise ValueError("a model with value_embedding cannot change its vocabulary")
         resized = super().resize_token_embeddings(*args, **options)
         self.model.config = self.config.to_model_config()
         return resized

@@ -40,6 +40,8 @@ class Place(NamedTuple):
     """Attention stays inside a document; negative is padding. None: a row is one document."""
     valid: Bool[Tensor, "B T"] | None
     """False for padding and for empty places, which stand last. None: all are tokens."""
+    values: Float[Tensor, "B T GH"] | None = None
+    """What each token adds to its values in every block, before a factor; None: nothing."""
 
     def take(self, index: Int[Tensor, "B K"], valid: Bool[Tensor, "B K"] | None) -> "Place":
         """The places of gathered tokens; those that are not valid belong to no document."""
@@ -51,12 +53,13 @@ class Place(NamedTuple):
                 documents_BK = documents_BK.where(valid, -1)
         row_B1 = torch.arange(index.shape[0], device=index.device)[:, None]
         phase = self.phase[0][index] if self.phase.shape[0] == 1 else self.phase[row_B1, index]
-        return Place(positions_BK, phase, documents_BK, valid)
+        values = None if self.values is None else self.values[row_B1, index]
+        return Place(positions_BK, phase, documents_BK, valid, values)
 
     def cut(self, num_tokens: int) -> "Place":
         """The places of the first tokens of each row."""
-        documents, valid = (None if t is None else t[:, :num_tokens] for t in self[2:])
-        return Place(self.positions[:, :num_tokens], self.phase[:, :num_tokens], documents, valid)
+        rest = (None if t is None else t[:, :num_tokens] for t in self[2:])
+        return Place(self.positions[:, :num_tokens], self.phase[:, :num_tokens], *rest)
 
 
 class Memory(NamedTuple):
@@ -108,6 +111,8 @@ class Attention(nn.Module):
             config.width, self.num_kv_heads * self.head_width, bias=config.qkv_bias
         )
         self.w_out = Linear(self.num_heads * self.head_width, config.width)
+        # not a scalar, which cannot be sharded
+        self.value_scale = nn.Parameter(torch.ones(1)) if config.value_embedding else None
         self.norm_query = RMSNorm(self.head_width, config.norm_eps) if config.qk_norm else None
         self.norm_key = RMSNorm(self.head_width, config.norm_eps) if config.qk_norm else None
 
@@ -122,6 +127,8 @@ class Attention(nn.Module):
         source = place if memory is None else memory.place
         query_BTNH, key_BSGH = self.make_queries_and_keys(x, place, memory)
         value = self.w_value(x if memory is None else memory.x)
+        if self.value_scale is not None and source.values is not None:
+            value = value + (self.value_scale * source.values).to(value.dtype)
         if memory is not None:
             value = (value * memory.weight[:, :, None]).to(value.dtype)
         value_BSGH = value.unflatten(-1, (self.num_kv_heads, self.head_width))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from depthmix.config import ModelConfig
 from depthmix.kernels import compute_type
-from depthmix.nn.attention import AttentionCache, Place
+from depthmix.nn.attention import Attention, AttentionCache, Place
 from depthmix.nn.block import Block
 from depthmix.nn.depth import Decider, MixtureOfDepths
 from depthmix.nn.experts import ExpertRouting, Experts
@@ -73,6 +73,10 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.value_embedding = None
+        if config.value_embedding:
+            value_width = config.shape.num_kv_heads * config.shape.head_width
+            self.value_embedding = nn.Embedding(config.vocab_size, value_width)
         capacity = dict(zip(config.routed_layers, config.capacities, strict=True))
         self.layers = nn.ModuleList()
         for index in range(config.num_layers):
@@ -123,10 +127,14 @@ class Transformer(nn.Module):
                 nn.init.normal_(module.weight, std=module.init_std)
             elif isinstance(module, Decider):
                 module.init_bias()
+            elif isinstance(module, Attention) and module.value_scale is not None:
+                nn.init.ones_(module.value_scale)
             elif isinstance(module, Experts):
                 nn.init.normal_(module.w_in, std=module.w_in.shape[1] ** -0.5)
                 nn.init.normal_(module.w_out, std=out_scale * module.w_out.shape[1] ** -0.5)
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
+        if self.value_embedding is not None:
+            nn.init.normal_(self.value_embedding.weight, std=EMBEDDING_STD)
         if self.mix is not None:
             nn.init.zeros_(self.mix)
             self.mix[:, 0].fill_(1)
@@ -229,7 +237,11 @@ class Transformer(nn.Module):
             positions = torch.arange(num_tokens, device=tokens.device)[None]
             phase = self.phase_table[None, :num_tokens]
         documents_BT = None if document_ids is None else number_documents(document_ids)
-        return Place(positions, phase, documents_BT, present_BT)
+        values_BTE = None
+        if self.value_embedding is not None:
+            values_BTE = self.value_embedding(tokens)
+            values_BTE = values_BTE.to(compute_type(values_BTE))
+        return Place(positions, phase, documents_BT, present_BT, values_BTE)
 
     def _check(
         self,

@@ -152,6 +152,6 @@ def test_kernels_are_used_only_for_what_they_know() -> None:
     names = {n for n in fields.flatten(ModelConfig().to_dict()) if not n.startswith("experts.")}
     assert names - KNOWN_FIELDS == {
         *("routing.kv_capacity", "routing.noise_gate", "routing.bias_rate"),
-        *("routing.place_factor", "residual_mix"),
+        *("routing.place_factor", "residual_mix", "value_embedding"),
     }
     assert names >= KNOWN_FIELDS
