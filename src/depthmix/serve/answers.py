@@ -8,6 +8,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
@@ -50,11 +51,6 @@ class ServedModel(NamedTuple):
     created: int
     """When it was loaded, in seconds since 1970."""
 
-    def spell(self, token: int) -> str:
-        """A token's text; one that is only a part of a character is given by its number."""
-        text = self.vocabulary.decode([token])
-        return f"token_id:{token}" if REPLACEMENT in text else text
-
 
 class Draft(ABC):
     """An answer while its samples come. Subclasses say what shape it has."""
@@ -72,6 +68,13 @@ class Draft(ABC):
         self._num_chars = [0] * num
         self.scores: Mapping[int, list[TokenScore]] = {}
         """Of each prompt's tokens but the first, where they were asked for."""
+        # the likely tokens of a thousand places are the same few
+        self._read = cache(lambda token: model.vocabulary.decode([token]))
+
+    def spell(self, token: int) -> str:
+        """A token's text; one that is only a part of a character is given by its number."""
+        text = self._read(token)
+        return f"token_id:{token}" if REPLACEMENT in text else text
 
     def take(self, choice: int, event: Event) -> Event:
         """Record an event; returns what is shown of it."""
@@ -171,6 +174,8 @@ class CompletionDraft(Draft):
         """`echoes` are the prompts' texts, if they are to be repeated."""
         super().__init__(model, wish, prompts)
         self.echoes = echoes
+        # a prompt's are those of all its samples
+        self._scored: dict[int, CompletionLogprobs] = {}
 
     def finish(self) -> CompletionAnswer:
         choices = [
@@ -188,7 +193,7 @@ class CompletionDraft(Draft):
     def start_stream(self) -> Iterator[CompletionAnswer]:
         if self.echoes is not None:
             for index in range(len(self.samples)):
-                told = self._score_prompt(index) if self.scores else None
+                told = self._score_prompt(index // self.wish.n) if self.scores else None
                 piece = CompletionChoice(index=index, text=self._echo(index), logprobs=told)
                 yield self._make([piece])
 
@@ -231,7 +236,7 @@ class CompletionDraft(Draft):
         own = self._join_logprobs(sample.tokens, list_scores(sample), starts)
         if not self.scores:
             return own
-        told = self._score_prompt(index)
+        told = self._score_prompt(index // self.wish.n)
         tops = None
         if told.top_logprobs is not None and own.top_logprobs is not None:
             tops = told.top_logprobs + own.top_logprobs
@@ -242,23 +247,27 @@ class CompletionDraft(Draft):
             text_offset=told.text_offset + own.text_offset,
         )
 
-    def _score_prompt(self, index: int) -> CompletionLogprobs:
-        number = index // self.wish.n
-        tokens, model = self.prompts[number], self.model
-        begins = tokens[0] == model.vocabulary.end_token
+    def _score_prompt(self, number: int) -> CompletionLogprobs:
+        assert self.echoes is not None
+        if number in self._scored:
+            return self._scored[number]
+        tokens, vocabulary = self.prompts[number], self.model.vocabulary
+        begins = tokens[0] == vocabulary.end_token
         # what begins a document is put before a text, and no part of it
-        num_hidden = int(begins and not self._echo(index).startswith(model.spell(tokens[0])))
-        text = TextStream(model.vocabulary.decode)
+        num_hidden = int(begins and not self.echoes[number].startswith(self.spell(tokens[0])))
+        text = TextStream(vocabulary.decode)
         starts, num_chars = [0] * num_hidden, 0
         for token in tokens[num_hidden:]:
             starts.append(num_chars)
             num_chars += len(text.add(token))
-        return self._join_logprobs(tokens, [None, *self.scores[number]], starts)
+        told = self._join_logprobs(tokens, [None, *self.scores[number]], starts)
+        self._scored[number] = told
+        return told
 
     def _join_logprobs(
         self, tokens: Sequence[int], scores: Sequence[TokenScore | None], starts: list[int]
     ) -> CompletionLogprobs:
-        spell, tops = self.model.spell, None
+        spell, tops = self.spell, None
         if self.wish.count_logprobs():
             # the best first; of two that are spelled alike, the better one stays
             tops = [
@@ -341,9 +350,9 @@ class ChatDraft(Draft):
         )
 
     def _tell_token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.model.vocabulary.decode([token])
+        text = self._read(token)
         known = None if REPLACEMENT in text else list(text.encode())
-        return {"token": self.model.spell(token), "logprob": logprob, "bytes": known}
+        return {"token": self.spell(token), "logprob": logprob, "bytes": known}
 
 
 def list_scores(sample: Sample) -> list[TokenScore]:
