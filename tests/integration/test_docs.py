@@ -56,6 +56,20 @@ def _blank(code: re.Match[str]) -> str:
     return "\n" * code[0].count("\n")
 
 
+def test_named_things_are_there() -> None:
+    sources = [p for name in ("src", "tests") for p in sorted((ROOT / name).rglob("*.*"))]
+    sources = [p for p in sources if p.suffix in {".py", ".cu", ".cuh", ".toml"}]
+    sources += [ROOT / "Makefile", ROOT / "pyproject.toml"]
+    known = {w for p in sources for w in re.findall(r"\w+", p.read_text(encoding="utf-8"))}
+    for name in ("CONTRIBUTING.md", "docs/design.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        named = set(re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text))
+        assert len(named) > 30
+        parts = {thing: set(re.findall(r"\w+", thing)) for thing in named}
+        missing = [t for t, words in parts.items() if words - known and not (ROOT / t).exists()]
+        assert missing == []
+
+
 def test_the_picture_is_drawn_beside_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
