@@ -382,7 +382,8 @@ def test_a_configuration_trains_again(
     [
         ("train --steps 0", "--steps 0 must be greater than 0"),
         ("train --flops 1", "this budget is less than one step"),
-        ("train --steps 1 --tokens 5", "a run has one budget, steps, tokens or flops"),
+        ("train --steps 1 --tokens 5", "give only one of --steps and --tokens: a run has one"),
+        ("train --lr 3", "there is no option '--lr'. Fields are written FIELD=VALUE"),
         ("train --tokens nan", "--tokens nan must be a finite number"),
         ("train --steps x", "Invalid value for '--steps'"),
         ("train --preset tinny", "there is no preset 'tinny'. Did you mean 'tiny'?"),

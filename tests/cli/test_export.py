@@ -72,7 +72,7 @@ def test_mistakes_end_in_a_sentence(
 ) -> None:
     for args, told in (
         (["export", str(tmp_path / "none"), "--out", str(tmp_path / "out")], "there is no run"),
-        (["export", str(run), "--out", str(run)], "is there already"),
+        (["export", str(run), "--out", str(run)], "already exists"),
         (
             ["export", str(run), "--out", str(tmp_path / "o"), "--selector", "best"],
             "unknown selector",

@@ -196,7 +196,7 @@ def test_the_default_corpus_is_made_once(
         ),
         (["sweep", "isoflop", "controls"], "name one plan"),
         (["sweep", "isoflopp"], "there is no plan 'isoflopp'. Did you mean 'isoflop'?"),
-        (["sweep", "isoflop", "--size", "cpu"], "no size 'cpu': choose one of smoke, gpu"),
+        (["sweep", "isoflop", "--size", "cpu"], "no --size cpu: use smoke or gpu"),
         (["sweep", "isoflop", "--jobs", "0"], "--jobs 0 must be at least 1"),
         (["sweep", "isoflop", "--device", "tpu"], "--device tpu is neither cpu nor cuda"),
         (["sweep", "isoflop", "--tflops", "0"], "--tflops 0.0 must be greater than 0"),

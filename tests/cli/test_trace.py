@@ -112,7 +112,10 @@ def test_what_is_wrong_is_said(run: Path, words: Path, tmp_path: Path, ask: Ask)
         (("trace", tmp_path / "none", "--text", words), "there is no run"),
         (("trace", run, "--text", empty), "empty.txt is empty: give a file"),
         (("trace", run, "--text", binary), "binary is not text in UTF-8"),
-        (("trace", run, "--text", tmp_path / "no.txt"), "no.txt: No such file"),
+        (
+            ("trace", run, "--text", tmp_path / "no.txt"),
+            f"cannot read --text {tmp_path}/no.txt: No such file",
+        ),
         (("trace", run, "--text", words, "--device", "tpu"), "--device tpu is neither"),
         (("trace", run, "--text", words, "--max-tokens", 0), "--max-tokens 0 must be"),
         (("trace", run, "--text", words, "--checkpoint", 3), "has no checkpoint '3'"),

@@ -61,7 +61,7 @@ def test_mistakes_end_in_a_sentence(
         ((str(dense), *out, "--device", "cpu"), "--device needs --least"),
         ((str(dense), *out, "--least", "2"), "--least needs --text"),
         ((str(dense), *out, "--least", "0", "--text", "a.txt"), "--least 0 must be at least 1"),
-        ((str(dense), *out, "--least", "5", "--text", "a.txt"), "5 blocks cannot route"),
+        ((str(dense), *out, "--least", "5", "--text", "a.txt"), "--least 5 is more than"),
         # before the text is read
         ((str(dense), *out, "--least", "2", "--text", "a.txt", "--gate", "soft"), "--gate 'soft'"),
         ((str(dense), *out, "--least", "2", "--text", "a.txt", "norm_eps=0.1"), "norm_eps = 0.1"),

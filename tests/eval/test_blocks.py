@@ -155,7 +155,7 @@ def test_blocks_may_have_experts(stream: Stream) -> None:
 
 def test_refusals(model: Transformer, stream: Stream) -> None:
     for count in (0, NUM_LAYERS + 1):
-        with pytest.raises(ValueError, match=f"{count} blocks cannot be chosen of {NUM_LAYERS}"):
+        with pytest.raises(ValueError, match=f"count = {count} must be from 1 to {NUM_LAYERS}"):
             find_least_blocks(model, stream, count)
     with pytest.raises(ValueError, match="this one routes"):
         find_least_blocks(Transformer(load_preset("tiny")), stream, 1)

@@ -121,7 +121,7 @@ def test_what_transformers_saves_can_be_imported(tmp_path: Path) -> None:
 
 
 def test_refuses_folders_that_are_no_exported_models(exported: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="already exists"):
         export_model(make_model("mod"), exported)
     with pytest.raises(ValueError, match=r"neither a run's config\.toml nor a config\.json"):
         import_model(open_model(tmp_path), tmp_path / "run")
@@ -138,5 +138,5 @@ def test_refuses_folders_that_are_no_exported_models(exported: Path, tmp_path: P
     import_model(open_model(exported), tmp_path / "run")
     with pytest.raises(ValueError, match="already contains a run"):
         import_model(open_model(exported), tmp_path / "run")
-    with pytest.raises(ValueError, match="is no exported folder: 'depthmix train --from'"):
+    with pytest.raises(ValueError, match="is not an exported folder: 'depthmix train --from'"):
         import_model(open_model(tmp_path / "run"), tmp_path / "again")

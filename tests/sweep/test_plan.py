@@ -116,7 +116,7 @@ def test_unknown_scales(tree: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="one size only: leave out --size gpu"):
         read_plan(tree, "gpu")
     tree["scale"] = {"smoke": {}, "gpu": {}}
-    with pytest.raises(ValueError, match="no size 'cpu': choose one of smoke, gpu"):
+    with pytest.raises(ValueError, match="no --size cpu: use smoke or gpu"):
         read_plan(tree, "cpu")
 
 

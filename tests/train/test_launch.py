@@ -190,7 +190,7 @@ def test_a_failure_after_the_first_step_is_kept(
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
         fail_at(patch, 5, error)
-        told = r"when that is fixed, resume with: depthmix train --resume .*run"
+        told = r"once that is fixed, resume with: depthmix train --resume .*run"
         told = told if isinstance(error, OSError) else str(error)
         refuse(Launch(run=make_run(), data=data, out=out), told, type(error))
     status = RunDir.open(out).read_json("status.json")

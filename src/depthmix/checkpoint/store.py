@@ -173,9 +173,7 @@ def _copy_json(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _explain(error: OSError, final: Path) -> OSError:
     reason = error.strerror or str(error)
-    remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that"
     return OSError(
         error.errno or errno.EIO,
-        f"the checkpoint {final} could not be written ({reason}): {remedy} and resume; earlier "
-        f"checkpoints are intact",
+        f"the checkpoint {final} could not be written ({reason}); earlier checkpoints are intact",
     )

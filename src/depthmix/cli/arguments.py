@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -227,7 +228,10 @@ def read_length(overrides: Mapping[str, str]) -> int | None:
 
 def read_file(option: str, file: str) -> str:
     """The text of the file that an option names; `-` is stdin."""
-    data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {option} {file}: {error.strerror}") from error
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -300,5 +304,7 @@ def _read_option(argument: str, following: Sequence[str], train: bool) -> tuple[
         raise ValueError(f"write '{argument} {value}' as {name}={value}")
     verb = typer.main.get_command(app).commands["train" if train else "describe"]  # pyrefly: ignore
     options = [option for parameter in verb.params for option in parameter.opts]
-    close = suggest(option, ["--help", *options]) or suggest(name, fields)
+    # compared without dashes, which would make short names look alike
+    near = get_close_matches(name, [option.lstrip("-") for option in ["--help", *options]], n=1)
+    close = f" Did you mean '--{near[0]}'?" if near else suggest(name, fields)
     raise ValueError(f"there is no option '{option}'.{close} Fields are written FIELD=VALUE")

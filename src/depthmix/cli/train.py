@@ -93,6 +93,9 @@ def train(
     given = {f"train.{name}": value for name, value in given.items() if value is not None}
     longer = {name: v for name, v in {**overrides, **given}.items() if name[6:] in BUDGETS}
     others = longer.keys() != {**overrides, **given}.keys()
+    both = [f"--{name}" for name, value in budget.items() if value is not None]
+    if len(both) > 1:
+        raise ValueError(f"give only one of {' and '.join(both)}: a run has one budget")
     if resume is not None and (others or preset or config_file or out or start):
         raise ValueError(
             "--resume takes the model, its fields and the folder from the run, so leave them out; "

@@ -67,13 +67,13 @@ def measure_least(
     device: str | None = None,
     report: Callable[[int, int], None] | None = None,
 ) -> LeastBlocks:
-    """The `count` blocks of a model that texts miss least; refuses texts that are too short.
+    """The `count` blocks of a model whose removal hurts least on some texts.
 
-    `texts` are read when nothing else is left to refuse, `report` is as in `find_least_blocks`.
+    `texts` are read after all other checks; `report` is as in `find_least_blocks`.
     """
     num_layers = source.config.num_layers
     if count > num_layers:
-        raise ValueError(f"{count} blocks cannot route: {source.path} has {num_layers}")
+        raise ValueError(f"--least {count} is more than the {num_layers} blocks of {source.path}")
     stream = read_texts(list(texts), *source.vocabulary, MAX_TOKENS)
     if len(stream.tokens) < MIN_TOKENS:
         raise ValueError(
@@ -94,15 +94,17 @@ def find_least_blocks(
 ) -> LeastBlocks:
     """The blocks whose removal hurts least, each found with the previous ones left out.
 
-    A block is measured again only while it looks best by its last measurement: what it is worth
-    rises, if anything, as others go. `report` gets the number of measurements
-    done and the least number that there will be; `options` are those of `measure_stream`.
+    A block is measured again only while it looks best by its last measurement, because a block
+    usually matters more once others are removed. `report` gets the number of measurements done and
+    a lower bound of their total; `options` are those of `measure_stream`.
     """
     num_layers = model.config.num_layers
     if model.config.routed_layers:
-        raise ValueError("blocks are left out of a dense model, and this one routes")
+        raise ValueError(
+            "blocks can be left out only of a dense model, and this one has routed blocks"
+        )
     if not 1 <= count <= num_layers:
-        raise ValueError(f"{count} blocks cannot be chosen of {num_layers}: from 1 on, as many")
+        raise ValueError(f"count = {count} must be from 1 to {num_layers}, the number of blocks")
     num_done = 0
 
     def measure(left_out: Sequence[int]) -> float:

@@ -34,7 +34,7 @@ def export_model(
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` open."""
     # what a killed export has left is overwritten
     if out.exists() and (not out.is_dir() or any(p.name != UNFINISHED for p in out.iterdir())):
-        raise ValueError(f"'{out}' is there already: choose another --out")
+        raise ValueError(f"'{out}' already exists: choose another --out")
     config = DepthmixConfig.from_model_config(model.config, selector=selector)
     with torch.device("meta"):
         shell = DepthmixForCausalLM(config)

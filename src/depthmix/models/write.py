@@ -108,7 +108,7 @@ def import_model(source: StoredModel, out: Path) -> RunDir:
             f"upcycle' reads dense ones"
         )
     if source.checkpoint is not None:
-        raise ValueError(f"{path} is no exported folder: 'depthmix train --from' reads runs")
+        raise ValueError(f"{path} is not an exported folder: 'depthmix train --from' reads runs")
     return write_run(
         out,
         RunConfig(model=source.config),

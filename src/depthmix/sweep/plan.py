@@ -147,7 +147,7 @@ def _choose_scale(scales: Mapping[str, Any], wanted: str | None) -> str | None:
     if wanted is None:
         wanted = DEFAULT_SCALE if DEFAULT_SCALE in scales else next(iter(scales))
     if wanted not in scales:
-        raise ValueError(f"there is no size '{wanted}': choose one of {', '.join(scales)}")
+        raise ValueError(f"there is no --size {wanted}: use {' or '.join(scales)}")
     return wanted
 
 

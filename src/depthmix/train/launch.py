@@ -187,7 +187,7 @@ def _train(trainer: Trainer, console: Console) -> Ending:
         _write_end(trainer, "failed", f"{error.filename}: {reason}" if error.filename else reason)
         if trainer.num_done == 0:
             raise
-        reason += f"; when that is fixed, {resume}"
+        reason += f"; once that is fixed, {resume}"
         raise OSError(error.errno, reason, error.filename) from error
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
