@@ -35,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "stochastic learned gate": {"routing.strategy": "stochastic"},
     "stochastic unit gate": {"routing.strategy": "stochastic", "routing.gate": "unit"},
     "token_choice": {"routing.strategy": "token_choice"},
+    "token_choice bias": {"routing.strategy": "token_choice", "routing.bias_rate": 0.5},
     "early_exit": {"routing.strategy": "early_exit", "routing.every": 1},
     "moe": MOE,
     "mode staged": {**MOE, **MOD},
@@ -49,7 +50,14 @@ def test_fields_that_are_left_out_exist() -> None:
 
 
 def test_kinds_have_an_order() -> None:
-    shown = ["dense", "mod", "mod causal", "token_choice", "stochastic unit gate", "early_exit"]
+    shown = [
+        "dense",
+        "mod",
+        "mod causal",
+        "token_choice bias",
+        "stochastic unit gate",
+        "early_exit",
+    ]
     shown += ["moe", "mode staged", "mode integrated", "stochastic learned gate moe"]
     assert sorted(shown[::-1], key=rank_kind) == shown
 

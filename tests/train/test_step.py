@@ -170,7 +170,7 @@ def test_precision_is_autocast() -> None:
 
 def test_warm_up_steps_can_be_undone() -> None:
     """State that was there comes back; state that the steps made starts at zero."""
-    model = make_model("mod", dtype=torch.float32)
+    model = make_model("token_choice_bias", dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=False)
     step = TrainStep(model, optimizer)
     before = copy.deepcopy(model.state_dict())

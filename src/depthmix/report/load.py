@@ -40,6 +40,8 @@ OTHER_FIELDS = {
 }
 # of random choice, in the name of a kind
 LEARNED_GATE, UNIT_GATE = " learned gate", " unit gate"
+# of token choice
+BIAS = " bias"
 
 
 class Head(NamedTuple):
@@ -244,6 +246,8 @@ def name_kind(model: ModelConfig) -> str:
     if strategy.is_random and not routing.draws_scores:
         # stronger controls than the paper's, whose gate is chance too
         kind += UNIT_GATE if GATES[routing.gate].is_constant else LEARNED_GATE
+    if routing.has_bias:
+        kind += BIAS
     if model.expert_layers:
         if model.routed_layers:
             return "mode staged" if kind.startswith("mod") else f"{kind} moe"
@@ -257,7 +261,8 @@ def rank_kind(kind: str) -> int:
     # the two that are Mixture-of-Depths proper beside each other
     routed = sorted(kinds, key=lambda kind: not kind.startswith("mod"))
     known = ("dense", *routed, "moe", "mode staged", "mode integrated")
-    kind = kind.removesuffix(UNIT_GATE).removesuffix(LEARNED_GATE)
+    for suffix in (UNIT_GATE, LEARNED_GATE, BIAS):
+        kind = kind.removesuffix(suffix)
     return known.index(kind) if kind in known else len(known)
 
 
