@@ -157,5 +157,5 @@ def test_refusals(model: Transformer, stream: Stream) -> None:
     for count in (0, NUM_LAYERS + 1):
         with pytest.raises(ValueError, match=f"count = {count} must be from 1 to {NUM_LAYERS}"):
             find_least_blocks(model, stream, count)
-    with pytest.raises(ValueError, match="this one routes"):
+    with pytest.raises(ValueError, match="this one has routed blocks"):
         find_least_blocks(Transformer(load_preset("tiny")), stream, 1)
