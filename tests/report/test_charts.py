@@ -8,6 +8,7 @@ from depthmix.report.charts import list_charts, number_colors
 from depthmix.report.figures import Chart, Grid, Panel, Series
 from depthmix.report.fit import fit_runs
 from depthmix.report.load import load_runs
+from hand_traces import make_trace
 from synthetic_runs import DENSE, MOD, WIDTHS, Bowl, count_parameters, write_bowl, write_run
 
 CENTER = count_parameters({**DENSE, "width": 64}) * 1.1
@@ -196,3 +197,30 @@ def test_experts_stand_by_the_cost_of_a_forward_pass(tmp_path: Path) -> None:
     }
     (row,) = (row for row in load_runs(tmp_path).rows if row.kind == "mode staged")
     assert dots["mode staged"].points[0][:2] == (row.flops_per_token / 1e6, 3.4)
+
+
+def test_traces_show_router_weights_and_tokens(tmp_path: Path) -> None:
+    trace = make_trace()
+    charts = {chart.key: chart for chart in list_charts([], [], {"a": trace, "b": trace})}
+    (panel,) = take_panels(charts["router"])
+    scores = [score for block in trace["rules"]["topk"]["blocks"] for score in block["score"]]
+    above = 100 * sum(score > 0 for score in scores) / len(scores)
+    lines = take_series(panel, "line")
+    assert lines.keys() == {f"{name}: {above:.1f} % above 0.5" for name in "ab"}
+    for line in lines.values():
+        assert sum(point.y for point in line.points) == pytest.approx(100)
+        right = sum(point.y for point in line.points if point.x > 0.5)
+        assert right == pytest.approx(above)
+    # only the first run has a map, a panel for each rule
+    topk, causal = take_panels(charts["depth-map"])
+    assert (topk.title, causal.title) == tuple(
+        f"a: {rule['label']}" for rule in trace["rules"].values()
+    )
+    dots = {point[:2] for series in topk.series for point in series.points}
+    assert dots == {
+        (place, block["layer"])
+        for block in trace["rules"]["topk"]["blocks"]
+        for place, routed in enumerate(block["routed"])
+        if routed
+    }
+    assert {"router", "depth-map"}.isdisjoint(chart.key for chart in list_charts([], []))

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from depthmix.report.page import summarize, write_report
+from depthmix.report.traces import write_trace
+from hand_traces import make_trace
 from synthetic_runs import DENSE, MOD, Bowl, count_parameters, write_bowl, write_run
 
 CENTER = count_parameters({**DENSE, "width": 64}) * 1.1
@@ -156,6 +158,14 @@ def test_test_losses_stand_beside_validation(tmp_path: Path) -> None:
     error = 100 * 3.37 / 4.2 * math.hypot(0.01 / 3.37, 0.1 / 4.2)
     assert f"{100 * (3.37 / 4.2 - 1):+.2f} ± {error:.2f} %" in page.cells
     assert "Test split" in text
+
+
+def test_a_trace_in_a_runs_folder_is_drawn(tmp_path: Path) -> None:
+    write_run(tmp_path / "one", MOD, 3.0, causal=3.0)
+    write_trace(make_trace(), tmp_path / "one" / "trace.json")
+    for folder in (tmp_path, tmp_path / "one"):
+        names = {image.name for image in write_report(folder, tmp_path / "out").images}
+        assert {"router.png", "depth-map.png"} <= names
 
 
 def test_nothing_finished_is_a_page_too(tmp_path: Path) -> None:

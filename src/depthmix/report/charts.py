@@ -6,6 +6,9 @@ images and the page's drawings are made from the same data.
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from depthmix.report.figures import Cell, Chart, Grid, Panel, Point, Series
 from depthmix.report.fit import Fit, find_dense
@@ -19,12 +22,21 @@ MEGA = 1e6
 # a curve is drawn a little beyond its sizes, so that its bend is seen
 CURVE_MARGIN = 0.08
 
+# sigmoid(score) lies between 0 and 1
+NUM_ROUTER_BINS = 20
+# a dot for each has room in a panel
+NUM_MAPPED_TOKENS = 48
+
 Colors = Mapping[str, int]
 """Variant → number of its colour."""
+Traces = Mapping[str, Mapping[str, Any]]
+"""Name of a run → what `depthmix trace` wrote of it."""
 
 
-def list_charts(rows: Sequence[Row], fits: Sequence[Fit]) -> list[Chart]:
-    """The figures that these runs can fill."""
+def list_charts(
+    rows: Sequence[Row], fits: Sequence[Fit], traces: Traces | None = None
+) -> list[Chart]:
+    """The figures that these runs, and the traces of some of them, can fill."""
     colors = number_colors(rows)
     charts = (
         chart_isoflop(fits, colors),
@@ -35,6 +47,8 @@ def list_charts(rows: Sequence[Row], fits: Sequence[Fit]) -> list[Chart]:
         chart_experts(fits, colors),
         chart_causal(rows, colors),
         chart_heads(fits, colors),
+        chart_router(traces or {}),
+        chart_depth(traces or {}),
     )
     return [chart for chart in charts if chart.panels]
 
@@ -294,6 +308,61 @@ def chart_heads(fits: Sequence[Fit], colors: Colors) -> Chart:
         "Of the tokens that a head would route, the share that top-k keeps (precision), and of"
         " those that top-k keeps, the share that it would route (recall). Only the best size of"
         " each budget and variant.",
+        panels,
+    )
+
+
+def chart_router(traces: Traces) -> Chart:
+    """Router weights of all tokens, of every routed block: a line for each run."""
+    series = []
+    for color, (name, trace) in enumerate(traces.items()):
+        scores = [score for block in trace["rules"]["topk"]["blocks"] for score in block["score"]]
+        if not scores:
+            continue
+        weights = 1 / (1 + np.exp(-np.asarray(scores, dtype=np.float64)))
+        counts, edges = np.histogram(weights, NUM_ROUTER_BINS, (0.0, 1.0))
+        above = 100 * float((weights > 0.5).mean())
+        middles = (edges[:-1] + edges[1:]) / 2
+        points = [
+            Point(float(x), 100 * float(count) / len(weights), f"{name}\n{above:.1f} % above 0.5")
+            for x, count in zip(middles, counts, strict=True)
+        ]
+        series.append(Series(f"{name}: {above:.1f} % above 0.5", color, "line", points))
+    panels = []
+    if series:
+        highest = max(point.y for each in series for point in each.points)
+        line = Series("", 0, "guide", [Point(0.5, 0.0), Point(0.5, highest)])
+        panels = [Panel("", "sigmoid of the router's score", "% of tokens", [line, *series])]
+    return Chart(
+        "router",
+        "Router weights",
+        "Of all tokens of a text, over all routed blocks. An auxiliary loss teaches the router to"
+        " have as many above 0.5 as top-k keeps; without it only the order counts.",
+        panels,
+    )
+
+
+def chart_depth(traces: Traces) -> Chart:
+    """Which of the first tokens each routed block takes, of the first run."""
+    panels = []
+    for name, trace in list(traces.items())[:1]:
+        # the end token that begins a text, and what follows
+        for color, rule in enumerate(trace["rules"].values()):
+            dots = [
+                Point(place, block["layer"], f"{text!r}, block {block['layer']}")
+                for block in rule["blocks"]
+                for place, (text, routed) in enumerate(
+                    zip(trace["texts"][:NUM_MAPPED_TOKENS], block["routed"], strict=False)
+                )
+                if routed
+            ]
+            if dots:
+                labels = f"{name}: {rule['label']}", "token of the text", "routed block"
+                panels.append(Panel(*labels, [Series(rule["label"], color, "dots", dots)]))
+    return Chart(
+        "depth-map",
+        "Tokens and the blocks that take them",
+        f"The first {NUM_MAPPED_TOKENS} tokens of a text; what has no dot passes by the block.",
         panels,
     )
 

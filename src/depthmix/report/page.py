@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from html import escape
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from depthmix.files import replace_file
 from depthmix.report.charts import list_charts
@@ -31,9 +31,12 @@ from depthmix.report.fit import (
 from depthmix.report.frontier import COSTS, Lead, Trend, find_leads, fit_trends
 from depthmix.report.load import Row, Runs
 from depthmix.report.records import read_report_runs
+from depthmix.report.traces import read_trace
 from depthmix.units import format_count, format_flops, format_number, format_power, format_seconds
 
 PAGE = "report.html"
+TRACE = "trace.json"
+"""What `depthmix trace RUN --out RUN/trace.json` writes."""
 NAMES = {"full": "full FLOPs", "executed": "executed FLOPs", "wall clock": "wall clock"}
 """Of the costs of `frontier`, in a sentence."""
 TEMPLATE = Path(__file__).with_name("template.html")
@@ -64,7 +67,7 @@ def write_report(
     beside = Path(folder).parent if Path(folder).is_file() else Path(folder)
     place = beside / "report" if out is None else Path(out)
     fits = fit_runs(runs.rows)
-    charts = list_charts(runs.rows, fits)
+    charts = list_charts(runs.rows, fits, read_traces(folder, runs.rows))
     if place.exists() and not place.is_dir():
         raise ValueError(f"'{place}' is a file: choose another --out for the report's folder")
     place.mkdir(parents=True, exist_ok=True)
@@ -79,6 +82,14 @@ def write_report(
     comparisons = compare_minima(fits)
     summary = summarize(runs, comparisons, fits)
     return WrittenReport(page, images, problem, runs, fits, comparisons, summary)
+
+
+def read_traces(folder: str | Path, rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Run → the trace in its folder, where there is one."""
+    places = {row.name: Path(folder, row.name) for row in rows}
+    if (Path(folder) / "config.toml").exists():
+        places = {row.name: Path(folder) for row in rows}
+    return {n: read_trace(p / TRACE) for n, p in places.items() if (p / TRACE).is_file()}
 
 
 def make_page(
