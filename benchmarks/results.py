@@ -447,6 +447,38 @@ def write_train_step() -> str:
     return write_table([*head, "goal", "peak GiB"], rows)
 
 
+UPCYCLED = {
+    "original": "the original",
+    "dense": "`dense`: fine-tuned densely, **the fair baseline**",
+    "naive": "`naive`: every other block from the third, 40 % of the tokens",
+    "least-10": "`least-10`: the 10 blocks that the text misses least, 11.7 %",
+    "least-10-taught": "`least-10-taught`: the same, and learns the predictions of a fine-tuned "
+    "dense model",
+    "least-16-taught": "`least-16-taught`: 16 blocks, 10 %",
+}
+
+
+def write_upcycle() -> str:
+    records = {record["run"]: record for record in read_lines(RUNS / "upcycle.jsonl")}
+    base = records["dense"]["loss_causal"]
+    rows = []
+    for name, label in UPCYCLED.items():
+        record = records[name]
+        kept, loss = record["tokens_kept"], record["loss_causal"]
+        rows.append(
+            [
+                label,
+                f"{100 * record['forward_flops_share']:.1f} %",
+                f"{record['loss']:.3f}",
+                f"{loss:.3f}",
+                "" if kept is None else f"{100 * kept:.1f} %",
+                "" if name == "dense" else f"{100 * (loss / base - 1):+.1f} %",
+            ]
+        )
+    head = ["", "forward FLOPs", "loss (top-k)", "loss (causal)", "tokens kept"]
+    return write_table([*head, "against the fair baseline"], rows)
+
+
 def write_claims() -> str:
     """Each claim of the paper: what was found, how sure it is, under which conditions."""
     leads = {
@@ -674,6 +706,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "placement": write_placement,
     "experts": write_experts,
     "train-step": write_train_step,
+    "upcycle": write_upcycle,
     "claims": write_claims,
     "front": write_front,
 }

@@ -77,7 +77,9 @@ def test_a_table_and_nothing_started(
     assert "A toy." in printed
     # 1e-6 TFLOP/s are 200 seconds for each run
     assert re.search(r"toy/2e8/dense/w16-l2-s0 +\S+ K +\d+ +\S+e8 +3 min +new", printed)
-    assert re.search(r"2 runs, 2 to train, 398 MFLOP, about 7 min at 1e-06 TFLOP/s", printed)
+    assert re.search(
+        r"2 runs, 2 to train, 398 MFLOP \(full\), about 7 min at 1e-06 TFLOP/s", printed
+    )
     assert not fake.out.exists()
     # the data's vocabulary is the models', and twice as many jobs share the speed
     assert main([*options, "width=32", "--jobs", "2", "--tflops", "1e-6"]) == 0

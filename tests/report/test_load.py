@@ -80,6 +80,7 @@ def test_a_run_is_read_in_full(tmp_path: Path) -> None:
     assert row.flops_per_token == flops.flops_per_token(model)
     assert (row.loss, row.loss_causal, row.judged) == (3.5, 3.6, 3.6)
     assert (row.capacity, row.every) == (0.125, 2)
+    assert row.executed_flops == 100 * flops.executed_flops(model, "muon", batch_size=16)
     # the first fifty steps have no time of their own
     assert row.seconds == 50.0
     assert row.tokens_per_second == 2 * 16 * 64
@@ -140,6 +141,13 @@ def test_without_a_budget_what_was_spent_counts(tmp_path: Path) -> None:
     write_run(tmp_path / "one", DENSE, 3.5, budget=None)
     (row,) = load_runs(tmp_path).rows
     assert row.budget == row.flops == 100 * flops.training_flops(BASE, batch_size=16)
+    # what was counted then stands, whatever is counted now
+    file = tmp_path / "one/metrics.jsonl"
+    before = file.read_text()
+    file.write_text(before.replace('"kind": "train"', '"kind": "train", "executed_flops": 7'))
+    (then,) = load_runs(tmp_path).rows
+    assert then.executed_flops == 7
+    file.write_text(before)
     # no line of training metrics: the steps tell
     records = (tmp_path / "one/metrics.jsonl").read_text().splitlines()
     kept = [line for line in records if json.loads(line)["kind"] != "train"]

@@ -197,7 +197,9 @@ def _read_row(
     schedule = make_schedule(config)
     loss = summary.val_loss_topk
     assert loss is not None
-    tested = test[-1] if test else {}
+    tested, last = test[-1] if test else {}, train[-1] if train else {}
+    # what was counted when it was trained
+    executed = last.get("executed_flops") or schedule.count_flops(summary.step, "executed")
     return make_row(
         name,
         config,
@@ -205,7 +207,7 @@ def _read_row(
         test_loss_causal=tested.get("loss_causal"),
         num_steps=summary.step,
         flops=float(schedule.count_flops(summary.step, "full")),
-        executed_flops=float(schedule.count_flops(summary.step, "executed")),
+        executed_flops=float(executed),
         loss=float(loss),
         loss_causal=None if summary.val_loss_causal is None else float(summary.val_loss_causal),
         seed=config.train.seed,

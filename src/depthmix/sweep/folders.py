@@ -84,7 +84,9 @@ def print_plan(
         )
     left = [run for run in runs if standings[run.name].todo != "nothing"]
     flops = sum(run.flops - standings[run.name].flops for run in left)
+    ways = sorted({run.config.train.flops_convention for run in runs})
     told = f"{format_count(len(runs), 'run')}, {len(left)} to train, {format_flops(flops)}"
+    told += f" ({', '.join(ways)})"
     if speed and left:
         told += f", about {format_estimate(flops / speed)} at {speed / 1e12:.3g} TFLOP/s"
         told += ", as the plan guesses" if is_guess else ""
