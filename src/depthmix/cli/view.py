@@ -1,7 +1,5 @@
 """`depthmix view`: show on a page how a model routes a text."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -62,7 +60,7 @@ def view(
     """
     check_device(device)
     from depthmix.files import replace_file
-    from depthmix.report.traces import read_trace, tell_trace
+    from depthmix.report.traces import explain_damage, read_trace, tell_trace
     from depthmix.report.view import write_page
 
     if out is None:
@@ -74,7 +72,7 @@ def view(
         given = [name for name, value in options.items() if value is not None]
         if given:
             raise ValueError(f"{source} is already a trace: leave out {', '.join(given)}")
-        with _explain_damage(source):
+        with explain_damage(source):
             found = read_trace(source)
             page, summary = write_page(found), tell_trace(found)
     elif text is None and source.is_dir():
@@ -89,14 +87,3 @@ def view(
             summary += f"; only the first {MAX_SHOWN:,} tokens are shown, --max-tokens shows more"
     replace_file(out, page)
     print(f"{out}: {summary}")
-
-
-@contextmanager
-def _explain_damage(trace: Path) -> Iterator[None]:
-    """Turn errors from a damaged trace, whose values are not all checked, into one sentence."""
-    try:
-        yield
-    except (AttributeError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"{trace} is damaged ({error}): write it again with 'depthmix trace'"
-        ) from error

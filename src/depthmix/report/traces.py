@@ -9,7 +9,8 @@ drawing is `view`'s.
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,17 @@ def read_trace(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a trace: {error}; 'depthmix trace' writes one") from error
     check_trace(trace, str(path))
     return trace
+
+
+@contextmanager
+def explain_damage(trace: Path) -> Iterator[None]:
+    """Turn errors from a damaged trace, whose values are not all checked, into one sentence."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{trace} is damaged ({error}): write it again with 'depthmix trace'"
+        ) from error
 
 
 def check_trace(trace: Any, name: str) -> None:
