@@ -317,6 +317,16 @@ def test_decoupled_counts_by_hand() -> None:
     assert flops.kv_cache_bytes(config) == 3 * 8 * 2
 
 
+def test_places_to_spare_are_computed_and_not_stored() -> None:
+    plain, spare, double = (
+        make_config({"strategy": "token_choice", "capacity": c, "place_factor": factor}, {})
+        for c, factor in ((0.25, 1.0), (0.25, 2.0), (0.5, 1.0))
+    )
+    assert flops.forward_flops(spare) == flops.forward_flops(double)
+    assert flops.kv_cache_bytes(spare) == flops.kv_cache_bytes(plain)
+    assert flops.num_parameters(spare) == flops.num_parameters(plain)
+
+
 def test_causal_half_counts_pairs_in_causal_order() -> None:
     config = make_config({"strategy": "expert_choice", "capacity": 0.5}, {}, num_layers=2)
     whole = flops.count_parts(config, 10)

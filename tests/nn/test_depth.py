@@ -411,6 +411,10 @@ def test_a_bias_decides_and_is_not_in_the_gate() -> None:
         assert places.index.shape == (3, 6)
         assert torch.equal(places.slot >= 0, chosen[bias] & (chosen[bias].cumsum(1) <= 6))
     assert chosen[-0.5].sum() < chosen[0.0].sum() < chosen[0.5].sum()
+    # a token decides for itself, whatever stands beside it
+    order = torch.randperm(LENGTH)
+    shuffled = layer(x[:, order], make_place(), selector="router")[1]
+    assert torch.equal(shuffled.slot >= 0, chosen[0.5][:, order])
 
 
 @pytest.mark.parametrize("capacity", [0.125, 0.7])
