@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from depthmix import flops
 from depthmix.files import replace_file
 from depthmix.report.charts import (
     chart_causal,
@@ -161,6 +162,30 @@ def write_trend() -> str:
     return (
         f"Whether the lead changes with the budget is not shown. For ten times the budget it "
         f"changes by\n{' and '.join(parts)}, which is within noise.\n"
+    )
+
+
+def write_conventions() -> str:
+    """What the two ways to count FLOPs leave out or count too much, in the best models."""
+    squares, products = [], {}
+    for budget in BUDGETS:
+        for kind in ("dense", "mod"):
+            config = take_best(kind, budget).rows[0].config
+            if kind == "dense":
+                parts = flops.count_parts(config.model, config.seq_len)
+                squares.append(100 * parts["attention_scores"] / sum(parts.values()))
+            step = flops.training_flops(
+                config.model, seq_len=config.seq_len, batch_size=config.train.batch_size
+            )
+            own = flops.optimizer_flops(config.model, config.train.optimizer)
+            products[kind, budget] = 100 * own / step
+    last = BUDGETS[-1]
+    return wrap(
+        f'"Best" is the planned size with the lowest mean. Budgets were set in **full** FLOPs: '
+        f"attention counts as a full square ({min(squares):.0f} to {max(squares):.0f} % of dense "
+        f"FLOPs at these widths, half of which is never executed), and Muon's own matrix products "
+        f"do not count ({products['dense', last]:.1f} % of a step of the best dense model at "
+        f"{format_power(last)}, {products['mod', last]:.1f} % of the best MoD's)."
     )
 
 
@@ -696,6 +721,7 @@ def write_front() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "minima": write_minima,
+    "conventions": write_conventions,
     "trend": write_trend,
     "cheaper": write_cheaper,
     "replication": write_replication,
