@@ -132,6 +132,16 @@ def test_what_the_engine_refuses_is_told_and_leaves_nothing() -> None:
     play(scene())
 
 
+def test_who_wants_the_whole_is_woken_once() -> None:
+    async def scene() -> None:
+        async with work(HeldEngine()) as worker:
+            job = worker.submit([[5], [6]], SIX, streams=False)
+            assert len(await job.read()) == 4 * 6
+            assert await job.read() == []
+
+    play(scene())
+
+
 def test_prompts_are_scored_one_at_a_time_between_the_others_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -219,7 +219,8 @@ class Service:
         wish, worker = draft.wish, lane.worker
         room = lane.count_room(max(map(len, draft.prompts)))
         params = wish.make_params(room=room, end_tokens=ends)
-        job = worker.submit(draft.prompts, params, scores=wish.scores_prompts)
+        options = {"scores": wish.scores_prompts, "streams": wish.stream}
+        job = worker.submit(draft.prompts, params, **options)
         draft.scores = job.scores
         outcome = "cancelled"
         is_stream = False

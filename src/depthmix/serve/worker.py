@@ -64,10 +64,18 @@ class Job:
     """A client's request: some prompts with the same wishes. Belongs to the server's loop."""
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, scores: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        scores: bool = False,
+        streams: bool = True,
     ) -> None:
-        """`scores` asks for the prompts' log-probabilities, too."""
-        self.prompts, self.params = prompts, params
+        """`scores` asks for the prompts' log-probabilities, too.
+
+        Unless it `streams`, whoever reads is woken at the end and not for every token.
+        """
+        self.prompts, self.params, self.streams = prompts, params, streams
         self.scores: dict[int, list[TokenScore]] = {}
         """By the prompts' numbers."""
         self.num_scores = len(prompts) if scores else 0
@@ -107,15 +115,18 @@ class Job:
     def _hear(self, news: "_Word") -> int:
         """Take the worker's news; returns how many samples ended with it."""
         num_before = self.num_open
-        if isinstance(news, ServeError):
-            if num_before:
-                self._problem, self.num_open = news, 0
-        elif isinstance(news, Scored):
-            self.scores[news.number] = news.scores
-            self.num_open -= 1
-        elif news is not None:
+        if isinstance(news, Told):
+            # most are of this kind
             self._news.append(news)
             self.num_open -= news.event.result is not None
+            if self.streams or not self.num_open:
+                self._bell.set()
+            return num_before - self.num_open
+        if isinstance(news, Scored):
+            self.scores[news.number] = news.scores
+            self.num_open -= 1
+        elif news is not None and num_before:
+            self._problem, self.num_open = news, 0
         if self.is_scored or self._problem is not None:
             self._begun.set()
         self._bell.set()
@@ -202,11 +213,11 @@ class Worker:
         return self.engine
 
     def submit(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, scores: bool = False
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: bool
     ) -> Job:
-        """Put a request in line, or say why not; `scores` as for `Job`."""
+        """Put a request in line, or say why not; `options` as for `Job`."""
         engine = self.check_open()
-        job = Job(prompts, params, scores=scores)
+        job = Job(prompts, params, **options)
         room = engine.pages.num_rows + self.max_queue
         if job.num_samples > room:
             raise RefusedError(
