@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from depthmix.models import begin_document, open_model
-from depthmix.models.vocabulary import find_vocabulary
+from depthmix.models.vocabulary import find_vocabulary, read_vocabulary
 from depthmix.runs.folder import RunDir
 from text_runs import write_text_run
 
@@ -69,7 +69,7 @@ def test_a_tokenizer_is_found_or_named(run: Path, tmp_path: Path) -> None:
             find_vocabulary(moved)
         data = tmp_path / "moved" / "data"
         for place in (data, data / "tokenizer.json"):
-            vocabulary = find_vocabulary(moved, str(place))
+            vocabulary = read_vocabulary(str(place))
             assert vocabulary.end_token == 0
             assert vocabulary.tokenizer.to_str() == known.tokenizer.to_str()
         shutil.copy(data / "tokenizer.json", moved.path)

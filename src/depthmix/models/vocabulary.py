@@ -61,10 +61,8 @@ def begin_document(tokens: Sequence[int], end_token: int | None) -> list[int]:
     return [end_token, *tokens]
 
 
-def find_vocabulary(run: RunDir, given: str | None = None) -> Vocabulary:
-    """The tokenizer that was given, that lies in the run's folder, or that its data was made by."""
-    if given is not None:
-        return read_vocabulary(given)
+def find_vocabulary(run: RunDir) -> Vocabulary:
+    """The tokenizer in the run's folder, or the one its data was made with."""
     starts = run.read_starts()
     if (run.path / TOKENIZER_FILE).is_file():
         return _read_copy(run.path / TOKENIZER_FILE, starts[-1]["data"] if starts else {})
