@@ -251,7 +251,7 @@ def test_help_fits_a_narrow_terminal(verb: str, capsys: pytest.CaptureFixture[st
     assert "list[" not in helped
     # commands can be copied
     examples = [line for line in helped.splitlines() if line.startswith("    depthmix")]
-    counts = {"prepare": 1, "train": 4, "runs": 0, "upcycle": 3, "eval": 2}
+    counts = {"prepare": 1, "train": 4, "runs": 0, "upcycle": 3, "eval": 3}
     assert len(examples) == counts[verb]
 
 

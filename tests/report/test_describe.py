@@ -198,7 +198,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         load_config(str(folder))
     other = tmp_path / "config.yaml"
     other.touch()
-    with pytest.raises(ValueError, match=r"ends in \.toml"):
+    with pytest.raises(ValueError, match=r"must end in \.toml"):
         load_config(str(other))
     with pytest.raises(ValueError, match="there is no preset '61m'"):
         load_config("61m")
