@@ -48,10 +48,10 @@ def test_lines_are_answered_and_commands_obeyed(
     # the answers alone
     assert printed.endswith("\n")
     first, five, settings, nope, three = told.splitlines()
-    assert first.startswith("Its chat template is used.")
+    assert first.startswith("Using the model's chat template.")
     assert re.match(r"\d tokens?, .*% of blocks executed", five)
     assert settings.startswith("max_tokens=3")
-    assert nope == "depthmix: there is no /nope: /help lists what there is"
+    assert nope == "depthmix: unknown command /nope: /help lists the commands"
     assert re.match(r"[123] tokens?", three)
     # the end of what comes through a pipe is the end
     feed(monkeypatch, "hi \\", "there")

@@ -251,7 +251,7 @@ def test_colours_shade_each_token(
 def test_without_colours_brackets_tell_the_depth(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     wish = ("--prompt", "li", "--seed", 5, "--max-tokens", 6, "--selector", "all", "--color")
     told = ask(*wish)
-    assert told.out.startswith("[token]N went through N of the 2 routed blocks")
+    assert told.out.startswith("[token]N used N of the 2 routed blocks")
     assert "\x1b" not in told.out
     shown = told.out.split("\n\n", 1)[1]
     assert re.match(r"(\[[^]]+\]2)+", shown)
@@ -376,7 +376,7 @@ def test_the_models_length_is_told(ask: Ask) -> None:
         (["--prompt", "word " * 50], "the model's max_seq_len is 32: give fewer"),
         (["--prompt", "a\udc80"], "is not valid UTF-8"),
         (["--file", "nowhere.txt"], "nowhere.txt: No such file or directory"),
-        (["--checkpoint", "7"], "has no checkpoint '7': choose among best, newest, step-0000000"),
+        (["--checkpoint", "7"], "has no checkpoint '7': choose from best, newest, step-0000000"),
         (["--tokenizer", "./nowhere"], "there is no tokenizer at nowhere"),
         (["--temperature", "warm"], "Invalid value for '--temperature'"),
     ],

@@ -146,7 +146,7 @@ def test_a_dense_run_has_nothing_to_trace(tmp_path: Path, words: Path, ask: Ask)
     run = write_text_run(tmp_path, "routing.strategy=none")
     told = ask("trace", run, "--text", words, "--out", tmp_path / "out", "--device", "cpu")
     assert told.code == 2
-    assert "has no routed block to look at" in told.err
+    assert "has no routed blocks" in told.err
 
 
 def test_a_page_of_a_trace_loads_no_torch(tmp_path: Path) -> None:

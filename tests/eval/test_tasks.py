@@ -145,7 +145,7 @@ def test_tasks_in_files_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text("no JSON\n")
     with pytest.raises(ValueError, match="is not JSONL"):
         tasks.run_tasks(make_model(), [str(path)])
-    for content, told in (("[1]\n", "line 1 is not a JSON object"), ("\n", "holds no examples")):
+    for content, told in (("[1]\n", "line 1 is not a JSON object"), ("\n", "has no examples")):
         (tmp_path / "mine.jsonl").write_text(content)
         with pytest.raises(ValueError, match=told):
             tasks.run_tasks(make_model(), [str(path)])

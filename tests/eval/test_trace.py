@@ -161,7 +161,7 @@ def test_what_cannot_be_traced_is_refused() -> None:
         trace_tokens(small_model("mod"), [])
     with pytest.raises(ValueError, match="has no routed block"):
         trace_tokens(small_model("dense"), [1])
-    with pytest.raises(ValueError, match="gives token 64, and the model knows 64"):
+    with pytest.raises(ValueError, match="gives token 64, but the model has 64"):
         trace_tokens(small_model("mod"), [1, 64])
 
 
@@ -219,5 +219,5 @@ def test_a_gpu_that_is_not_there(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_words_must_be_there(run: Path) -> None:
-    with pytest.raises(ValueError, match="there is no token to trace"):
+    with pytest.raises(ValueError, match="there are no tokens to trace"):
         trace_model(open_model(run), "", text="a letter", device="cpu")

@@ -113,7 +113,7 @@ def test_a_dense_folder_is_a_model_too(tmp_path: Path, capsys: pytest.CaptureFix
     for verb in ("trace", "view"):
         out = ("--out", str(tmp_path / "page"))
         assert main([verb, str(dense), "--text", str(words), *out]) == 2
-        assert "has no routed block to look at" in capsys.readouterr().err
+        assert "has no routed blocks" in capsys.readouterr().err
 
 
 def test_what_is_no_model_is_told_alike(

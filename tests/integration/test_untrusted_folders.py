@@ -203,4 +203,4 @@ def test_values_of_the_wrong_kind(
 def test_an_adapter_alone_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     assert main(["sample", str(tmp_path)]) == 2
-    assert "holds an adapter only: merge it into its model" in capsys.readouterr().err
+    assert "has only an adapter: merge it into its model" in capsys.readouterr().err

@@ -123,7 +123,7 @@ def test_checkpoints_have_names(run: Path) -> None:
     assert find_checkpoint(folder, None) == find_checkpoint(folder, "best")
     early, late = (open_model(run, checkpoint=name).network for name in ("2", "4"))
     assert not torch.equal(early.embedding.weight, late.embedding.weight)
-    with pytest.raises(ValueError, match="choose among best, newest, step-00000002"):
+    with pytest.raises(ValueError, match="choose from best, newest, step-00000002"):
         find_checkpoint(folder, "step-3")
 
 
@@ -133,7 +133,7 @@ def test_a_checkpoint_that_was_moved_needs_a_tokenizer(run: Path, tmp_path: Path
     assert opened.run is None
     assert opened.chat is None
     assert opened.network.config == opened.config
-    with pytest.raises(ValueError, match=r"lies in no run .* name one with --tokenizer"):
+    with pytest.raises(ValueError, match=r"is not in a run .* give one with --tokenizer"):
         _ = opened.vocabulary
     given = open_model(moved, tokenizer=str(run / "tokenizer.json"))
     assert given.vocabulary.encode("") == [0]
@@ -162,11 +162,11 @@ def test_what_is_no_model_is_told(run: Path, exported: Path, tmp_path: Path) -> 
     ):
         with pytest.raises(ValueError, match=told):
             open_model(path)
-    with pytest.raises(ValueError, match="is a checkpoint already: leave out --checkpoint"):
+    with pytest.raises(ValueError, match="is already a checkpoint: leave out --checkpoint"):
         open_model(run / "checkpoints" / "step-00000004", checkpoint="2")
     with pytest.raises(ValueError, match="which has no checkpoints: leave out --checkpoint"):
         open_model(exported, checkpoint="2")
-    with pytest.raises(ValueError, match="has no checkpoint '9': choose among best"):
+    with pytest.raises(ValueError, match="has no checkpoint '9': choose from best"):
         open_model(run, checkpoint="9")
 
 

@@ -100,7 +100,7 @@ def test_what_cannot_be_upcycled_is_refused(dense: Path, tmp_path: Path) -> None
     upcycle(open_model(dense), tmp_path / "run", ROUTING)
     with pytest.raises(ValueError, match="already contains a run"):
         upcycle(open_model(dense), tmp_path / "run", ROUTING)
-    with pytest.raises(ValueError, match="routes already"):
+    with pytest.raises(ValueError, match="already has routed blocks"):
         upcycle(open_model(tmp_path / "run"), tmp_path / "again", ROUTING)
 
 

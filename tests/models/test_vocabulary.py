@@ -65,7 +65,7 @@ def test_a_tokenizer_is_found_or_named(run: Path, tmp_path: Path) -> None:
     assert known.end_token == 0
     (run.parent / "data").rename(run.parent / "elsewhere")
     try:
-        with pytest.raises(ValueError, match=r"is no longer there: name a tokenizer\.json"):
+        with pytest.raises(ValueError, match=r"is no longer there: give a tokenizer\.json"):
             find_vocabulary(moved)
         data = tmp_path / "moved" / "data"
         for place in (data, data / "tokenizer.json"):
@@ -89,7 +89,7 @@ def test_other_data_in_the_same_place_is_refused(run: Path, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"is not what .* was trained on"):
         find_vocabulary(RunDir.open(copy))
     provenance.unlink()
-    with pytest.raises(ValueError, match="does not say what data"):
+    with pytest.raises(ValueError, match="does not record its data"):
         find_vocabulary(RunDir.open(copy))
 
 

@@ -68,7 +68,7 @@ def test_a_chat_has_all_that_was_said_before() -> None:
     more = f"{prompt}{answer}\n[user]more\n[assistant]"
     assert scene.asked == [prompt, more]
     assert END in scene.params.stop_tokens
-    assert scene.talk.command("/reset") == "the conversation is forgotten"
+    assert scene.talk.command("/reset") == "started a new conversation"
     scene.say("hi")
     assert scene.asked[-1] == prompt
 
@@ -127,7 +127,7 @@ def test_depth_is_shaded_on_request() -> None:
     scene = Scene()
     plain = scene.say("hi")
     scene.talk.command("/reset")
-    assert scene.talk.command("/depth").startswith("[token]N went through N of the 2 routed")
+    assert scene.talk.command("/depth").startswith("[token]N used N of the 2 routed")
     shaded = scene.say("hi")
     assert re.search(r"\[[^\]]+\][12]", shaded)
     assert re.sub(r"\[(.+?)\][12]|↵", r"\1", shaded, flags=re.DOTALL) == plain
@@ -146,11 +146,11 @@ def test_settings_are_shown_and_changed() -> None:
     scene.say("hi")
     assert (scene.params.max_tokens, scene.params.temperature, scene.params.seed) == (3, 0.5, None)
     for line, sentence in (
-        ("/settings colour=1", "there is no setting colour: there are max_tokens, temperature"),
+        ("/settings colour=1", "unknown setting colour: the settings are max_tokens, temperature"),
         ("/settings top_k=many", "top_k=many does not fit: it must be a number"),
         ("/settings temperature 1", "temperature has no value: write /settings temperature=VALUE"),
         ("/settings top_p=2", "top_p = 2"),
-        ("/nope", "there is no /nope: /help lists what there is"),
+        ("/nope", "unknown command /nope: /help lists the commands"),
     ):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             scene.talk.command(line)
@@ -161,7 +161,7 @@ def test_settings_are_shown_and_changed() -> None:
 
 def test_a_template_that_refuses_is_told() -> None:
     refusing = Chat("{{ raise_exception('no users') }}", (END,))
-    with pytest.raises(ValueError, match="the chat template does not take this: no users"):
+    with pytest.raises(ValueError, match="the chat template failed: no users"):
         Scene(chat=refusing).say("hi")
 
 

@@ -190,7 +190,7 @@ def test_all_problems_are_told_at_once(tree: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="this plan has") as caught:
         expand_plan(read_plan(tree))
     head, *lines = str(caught.value).splitlines()
-    assert head == "this plan has 2 problems, and nothing was started:"
+    assert head == "this plan has 2 problems, so nothing was started:"
     # the first of a kind stands for all of it, and a run's seeds have the same problem
     assert lines[0].startswith("  toy/1e9/dense/w33-l2 and 1 more: num_heads = 4 does not divide")
     assert lines[1].startswith("  toy/1e9/wrong/w33-l2 and 1 more: routing.capacity = 2.0 must")
@@ -199,15 +199,15 @@ def test_all_problems_are_told_at_once(tree: dict[str, Any]) -> None:
 
 def test_a_plan_without_runs_is_refused(tree: dict[str, Any]) -> None:
     tree["sizes"] = [{"width": 32, "variants": []}]
-    with pytest.raises(ValueError, match="there is nothing to run"):
+    with pytest.raises(ValueError, match="the plan has no runs"):
         expand_plan(read_plan(tree))
 
 
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ({"train.seed": 1}, "train.seed is decided by the plan's seeds: take it away"),
-        ({"train.flops": 1e9}, "train.flops is decided by the plan's budgets"),
+        ({"train.seed": 1}, "train.seed is set by the plan's seeds: leave it out"),
+        ({"train.flops": 1e9}, "train.flops is set by the plan's budgets"),
         ({"train.steps": 3}, "a run has one budget, steps, tokens or flops"),
         ({"widht": 3}, "no configuration field 'widht'"),
         ({"train.batch_size": 1000}, "this budget is less than one step"),

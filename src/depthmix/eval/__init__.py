@@ -1,1 +1,1 @@
-"""Looking at trained models: what they do with a text."""
+"""Evaluation of trained models on texts and tasks."""

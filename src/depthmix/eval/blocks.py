@@ -1,8 +1,4 @@
-"""What the blocks of a dense model are worth to a text: how its loss rises without them.
-
-Owns the order in which blocks are left out, and how much text it takes to tell. Does not know what
-is done with those that are found.
-"""
+"""Rank the blocks of a dense model by how much a text's loss rises when they are removed."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +25,7 @@ class LeftOut(NamedTuple):
 
 
 class LeastBlocks(NamedTuple):
-    """The blocks whose removal hurts least on a text."""
+    """The blocks whose removal hurts least on a text, and the losses measured."""
 
     whole: float
     """Loss with every block."""
@@ -44,7 +40,7 @@ class LeastBlocks(NamedTuple):
         return tuple(sorted(each.layer for each in self.found))
 
     def tell(self) -> str:
-        """What was found, in a sentence."""
+        """The result in a sentence."""
         told = ", ".join(f"{each.loss:.3f} (block {each.layer})" for each in self.found)
         return (
             f"blocks left out one by one, the loss of {self.num_tokens - 1:,} tokens rises from "
@@ -53,7 +49,7 @@ class LeastBlocks(NamedTuple):
 
 
 class _Absent(nn.Module):
-    """A block that adds nothing."""
+    """A block that contributes nothing."""
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Update:
         return Update(torch.zeros_like(x), None)

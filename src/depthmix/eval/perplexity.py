@@ -1,8 +1,7 @@
-"""How well a model predicts a text: loss, perplexity and bits per byte, under each rule of routing.
+"""Loss, perplexity and bits per byte of a model on a text, under each routing rule.
 
-Owns how texts and data folders become streams of tokens, how windows of these become batches, and
-that neither a batch's size nor the length of its rows changes a number. Does not know what a text
-is for.
+Texts and data folders become streams of tokens, cut into windows; results do not depend on the
+batch size or on the lengths of the rows in a batch.
 """
 
 import math
@@ -65,11 +64,11 @@ def measure_stream(
     config = model.config
     length = min(seq_len or config.max_seq_len, config.max_seq_len)
     if len(stream.tokens) < 2:
-        raise ValueError("there is nothing to predict: give a text of at least two tokens")
+        raise ValueError("the text has nothing to predict: give one of at least two tokens")
     if max(stream.tokens) >= config.vocab_size:
         raise ValueError(
-            f"the text has token {max(stream.tokens)}, and the model knows {config.vocab_size}: "
-            f"the tokenizer is not the model's"
+            f"the text has token {max(stream.tokens)}, but the model has {config.vocab_size}: "
+            f"use the model's own tokenizer"
         )
     if seq_len is not None and seq_len < 1:
         raise ValueError(f"seq_len = {seq_len} must be at least 1")
@@ -99,7 +98,7 @@ def measure_stream(
 
 
 def tell_stream(name: object, found: Mapping[str, Any]) -> list[str]:
-    """What `measure_stream` found of the model of that name, as lines."""
+    """The results of `measure_stream` for a named model, as lines."""
     note = "" if found["num_bytes"] is None else f" ({found['num_bytes']:,.0f} bytes)"
     lines = [
         f"{name}: {found['num_tokens']:,} tokens{note} in windows of {found['seq_len']:,}; "

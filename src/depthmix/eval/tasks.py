@@ -1,7 +1,7 @@
-"""Tasks of lm-eval on our models: the adapter that it calls, and tasks that lie in files.
+"""lm-eval tasks on depthmix models: the adapter that lm-eval calls, and tasks from files.
 
-The only importer of lm-eval, which is an extra. A task's file is YAML beside its JSONL; nothing in
-it is run. Does not know where a model or a tokenizer comes from.
+The only module that imports lm-eval, an extra. A task is a YAML file next to its JSONL; no code in
+it is run.
 """
 
 import json
@@ -36,7 +36,7 @@ MAX_NEW_TOKENS = 256
 
 
 class TaskModel(LM):
-    """A model and its tokenizer as lm-eval sees them.
+    """A model and its tokenizer, with lm-eval's interface.
 
     Every text begins with the end token, as in training; with `chat`, as its template has it.
     """
@@ -70,7 +70,7 @@ class TaskModel(LM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Messages as the model was taught to read them."""
+        """Messages in the model's chat template."""
         assert self.chat is not None
         return render_chat(self.chat, chat_history, add_generation_prompt=add_generation_prompt)
 
@@ -174,7 +174,7 @@ def run_tasks(
     """
     if num_fewshot is not None and num_fewshot < 0:
         raise ValueError(f"num_fewshot = {num_fewshot} must be at least 0")
-    # its progress and advice are for its own command line
+    # its progress and advice are meant for its own command line
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # it would ask git, which prints an error where there is no repository
     evaluator.get_git_commit_hash = lambda: None
@@ -262,7 +262,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSONL: {error}") from error
     if not rows:
-        raise ValueError(f"{path} holds no examples")
+        raise ValueError(f"{path} has no examples")
     return rows
 
 

@@ -1,7 +1,6 @@
-"""What a model does with a text, token by token: where each is routed, and what it predicts.
+"""Traces: how a model routes each token of a text, and what it predicts.
 
-Owns how a text is cut into windows, what is noted of each token, and what a trace says of its
-origin. The form of the result is `report.traces`'. Does not know where a text comes from.
+Cuts a text into windows and records each token's data; `report.traces` defines the format.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -76,7 +75,7 @@ def trace_tokens(
     document_mask: bool = True,
     report: Report | None = None,
 ) -> dict[str, Any]:
-    """Everything but the words: the decisions of both rules, entropies and losses.
+    """Everything but the text: the decisions of both rules, entropies and losses.
 
     The text is a document: the end token comes first, as in training. It is cut into windows of
     `max_seq_len` tokens, and each is a row of its own, as a long document is in training.
@@ -113,22 +112,22 @@ def trace_tokens(
 def check_tokens(tokens: Sequence[int], config: ModelConfig) -> None:
     """Refuse what cannot be traced."""
     if isinstance(tokens, str):
-        raise ValueError("token ids are traced here, and this is text: trace_model takes it")
+        raise ValueError("this takes token ids, not text: use trace_model for text")
     if not config.routed_layers:
-        raise ValueError("this model has no routed block to look at: trace a run that routes")
+        raise ValueError("this model has no routed blocks: trace a routed model")
     if not tokens:
-        raise ValueError("there is no token to trace: give a text that is not empty")
+        raise ValueError("there are no tokens to trace: give a text that is not empty")
     if max(tokens) >= config.vocab_size:
         raise ValueError(
-            f"the tokenizer gives token {max(tokens)}, and the model knows {config.vocab_size}: "
-            f"name the run's own with --tokenizer"
+            f"the tokenizer gives token {max(tokens)}, but the model has {config.vocab_size}: "
+            f"give the run's own with --tokenizer"
         )
 
 
 def cut_text(decode: Callable[[list[int]], str], tokens: Sequence[int]) -> list[str]:
-    """The text of each token; together they are the text of all.
+    """The text of each token; joined, they give the whole text.
 
-    A character of several tokens stands with its last one, the others have no text.
+    A character made of several tokens is given to the last one, and the others are empty.
     """
     stream = TextStream(decode)
     texts = [stream.add(token) for token in tokens]
@@ -198,7 +197,7 @@ def _follow(
 def measure_predictions(
     model: Transformer, hidden: Float[Tensor, "T D"], targets: Int[Tensor, " predicted"]
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " predicted"]]:
-    """Entropy of what is predicted at each token, and the loss of what came, both in nats."""
+    """Entropy of the prediction at each token, and the loss of the next token, in nats."""
     spread, missed = [], []
     for logits_TV in iterate_logits(model, hidden):
         logs_TV = logits_TV.log_softmax(-1)
@@ -209,7 +208,7 @@ def measure_predictions(
 
 
 def _round(values: Tensor) -> list[float]:
-    # four digits are enough for eyes, and a third of the file
+    # four digits are enough to look at, and take a third of the space
     return [round(value, 4) for value in values.double().tolist()]
 
 

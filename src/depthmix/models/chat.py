@@ -1,7 +1,6 @@
-"""How a model that was taught to answer is talked to: its chat template, and what ends an answer.
+"""Chat templates: where runs and Hugging Face folders keep them, and how messages become prompts.
 
-Owns the file that keeps it in a run's folder, where a Hugging Face folder has it, and how messages
-become a prompt: a template is somebody else's program, and is run in a sandbox only.
+A template is untrusted code, so it is run in a sandbox.
 """
 
 import json
@@ -23,12 +22,12 @@ ENDINGS = ("generation_config.json", "config.json")
 
 
 class Chat(NamedTuple):
-    """A chat template and what ends an answer."""
+    """A chat template, and the tokens that end an answer."""
 
     template: str
     """Jinja text that makes a prompt of messages."""
     stop_tokens: tuple[int, ...]
-    """Ids of which each ends an answer."""
+    """Ids that end an answer."""
     bos_token: str | None = None
     """What the template means by this name, where it has it."""
     eos_token: str | None = None
@@ -55,11 +54,11 @@ def read_chat(folder: Path) -> Chat | None:
         stop_tokens = tuple(int(token) for token in tree["stop_tokens"])
         return Chat(tree["template"], stop_tokens, tree.get("bos_token"), tree.get("eos_token"))
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}): put back a copy, or remove it") from error
+        raise ValueError(f"{path} is damaged ({error!r}): restore a copy, or remove it") from error
 
 
 def find_chat(folder: Path) -> Chat | None:
-    """How the model of a folder is talked to; None where it has no template."""
+    """The chat template of a folder's model; None if it has none."""
     template = _find_template(folder)
     if template is None:
         return None

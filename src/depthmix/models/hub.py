@@ -1,8 +1,4 @@
-"""Models on the Hugging Face hub: a name → a folder on this machine.
-
-Owns what is downloaded and what is said where that is not possible. Knows nothing of what is in a
-folder; nothing that could be run is downloaded.
-"""
+"""Models on the Hugging Face hub: a name → a local folder. Never downloads code."""
 
 import re
 from pathlib import Path
@@ -18,7 +14,7 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 def is_hub_name(source: str | Path) -> bool:
     """Whether a path that does not exist may be meant as OWNER/NAME on the hub."""
     path = Path(source)
-    # where OWNER is a folder here, a file's name was mistyped
+    # if OWNER is a local folder, a path was mistyped
     return bool(_NAME.fullmatch(str(source))) and not path.exists() and not path.parent.is_dir()
 
 
@@ -34,7 +30,7 @@ def fetch_model(name: str) -> Path:
         ) from error
     try:
         return Path(snapshot_download(name, allow_patterns=PATTERNS))
-    # the network, the hub and the disk each have errors of their own
+    # the network, the hub and the disk raise different errors
     except Exception as error:
         raise ValueError(
             f"no model '{name}' could be downloaded from the Hugging Face hub ({say_why(error)}): "

@@ -1,7 +1,6 @@
-"""The one door to a model: a run, one of its checkpoints, or a Hugging Face folder.
+"""Open any model on disk: a run, one of its checkpoints, or a Hugging Face folder.
 
-Owns how these are distinguished, and the error for a path that is none of them. Reads the
-configuration at once, and the rest when it is asked for. Does not know what is done with a model.
+The configuration is read at once, everything else at first use.
 """
 
 import os
@@ -27,25 +26,25 @@ EXPECTED = "the folder of a run, of one of its checkpoints, or of a Hugging Face
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on disk: its configuration now, everything else when it is asked for."""
+    """A model on disk; everything but its configuration is read at first use."""
 
     path: Path
-    """The folder that was named."""
+    """The folder that was opened."""
     config: ModelConfig
     kind: str
     """The architecture: depthmix, llama, …"""
     load: Callable[[], dict[str, Tensor]]
-    """Its weights by our names, on the CPU."""
+    """The weights by depthmix's names, on the CPU."""
     run: RunDir | None = None
-    """The run that it is of, if any."""
+    """The run that it belongs to, if any."""
     checkpoint: Path | None = None
-    """The checkpoint that was chosen, where there are checkpoints."""
+    """The chosen checkpoint, if there are any."""
     tokenizer: str | None = None
-    """What was given in place of the model's own tokenizer."""
+    """A tokenizer to use instead of the model's own."""
 
     @property
     def home(self) -> Path:
-        """The folder with its tokenizer and chat template: a checkpoint's are in its run's."""
+        """The folder with its tokenizer and chat template; for a checkpoint, that of its run."""
         return self.path if self.run is None else self.run.path
 
     @cached_property
@@ -62,13 +61,13 @@ class StoredModel:
             return find_vocabulary(self.run)
         if self.checkpoint is not None:
             raise ValueError(
-                f"{self.path} lies in no run that has its tokenizer: name one with --tokenizer"
+                f"{self.path} is not in a run with a tokenizer: give one with --tokenizer"
             )
         return read_folder(self.path)
 
     @cached_property
     def chat(self) -> Chat | None:
-        """How it is talked to, where it was taught to answer."""
+        """Its chat template, if it has one."""
         if self.checkpoint is not None:
             return None if self.run is None else read_chat(self.run.path)
         return find_chat(self.path)
@@ -118,7 +117,7 @@ def find_checkpoint(run: RunDir, name: str | None) -> Path:
     wanted = name_checkpoint(int(name)) if name.isdecimal() else Path(name).name
     if wanted not in present:
         known = ", ".join(["best", "newest", *present]) if present else "none is there"
-        raise ValueError(f"{run.path} has no checkpoint '{name}': choose among {known}")
+        raise ValueError(f"{run.path} has no checkpoint '{name}': choose from {known}")
     return present[wanted]
 
 
@@ -126,11 +125,11 @@ def _find_place(path: Path, checkpoint: str | None) -> tuple[RunDir | None, Path
     """The run and the checkpoint that a path means."""
     if (path / STATE).is_file() or (path / CHECKSUMS).is_file():
         if checkpoint is not None:
-            raise ValueError(f"{path} is a checkpoint already: leave out --checkpoint")
+            raise ValueError(f"{path} is already a checkpoint: leave out --checkpoint")
         # it lies two folders below its run; a copy may lie anywhere
         above = path.resolve().parent.parent
         return (RunDir(above) if (above / "config.toml").is_file() else None), path
-    # a run whose configuration is gone has its checkpoints still
+    # a run without its configuration may still have checkpoints
     if (path / "config.toml").is_file() or (path / "checkpoints").is_dir():
         run = RunDir(path)
         return run, find_checkpoint(run, checkpoint)
@@ -138,14 +137,14 @@ def _find_place(path: Path, checkpoint: str | None) -> tuple[RunDir | None, Path
 
 
 def _explain_refusal(path: Path) -> str:
-    """What a path is that leads to no model."""
+    """Why a path is not a model."""
     nearby = describe_run_nearby(path)
     if nearby is not None:
         return nearby
     if path.is_file():
         return f"{path} is a file: name {EXPECTED}"
     if (path / foreign.ADAPTER_FILE).is_file():
-        return f"{path} holds an adapter only: merge it into its model with peft, and save that"
+        return f"{path} has only an adapter: merge it into its model with peft, and save that"
     if not path.is_dir():
         near = suggest(path.name, os.listdir(path.parent) if path.parent.is_dir() else ())
         return f"there is no run or model at '{path}': name {EXPECTED}.{near}"

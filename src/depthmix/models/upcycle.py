@@ -1,7 +1,6 @@
-"""A dense checkpoint → a run whose blocks route, not trained yet.
+"""A dense checkpoint → an untrained run with routed blocks.
 
-Owns how a converted model starts: as the same function, as long as every token is kept. Knows
-nothing of training.
+With every token kept, the converted model computes the same function.
 """
 
 from collections.abc import Mapping
@@ -43,7 +42,7 @@ class Upcycled(NamedTuple):
     """Parameters of routers and predictors."""
 
     def describe(self) -> list[str]:
-        """What was done, a line each."""
+        """The result, as lines."""
         config, routing = self.config, self.config.routing
         gate = GATES[routing.gate]
         is_same = gate.is_constant or (gate.at_zero == 1 and routing.init_std == 0)
@@ -69,14 +68,13 @@ class Upcycled(NamedTuple):
 
 
 def check_upcycle(source: StoredModel, out: Path, overrides: Mapping[str, Any]) -> None:
-    """Refuse what `upcycle` would refuse whichever blocks route.
-
-    For whoever looks for these blocks, which takes time, before they are known.
-    """
+    """Refuse what `upcycle` would refuse for any choice of blocks, before measuring them."""
     RunDir(out).check_free()
     path, config = source.path, source.config
     if config.routed_layers:
-        raise ValueError(f"{path} routes already: train it with 'depthmix train --from {path}'")
+        raise ValueError(
+            f"{path} already has routed blocks: train it with 'depthmix train --from {path}'"
+        )
     _check_same(config, config.override({**DEFAULTS, **overrides, **DENSE}), path)
 
 

@@ -1,7 +1,6 @@
 """A model's vocabulary: its tokenizer, the end token, and how a document begins.
 
-Owns where the tokenizer of a run or of a Hugging Face folder is looked for. Knows nothing of
-weights.
+Finds the tokenizer of a run or of a Hugging Face folder.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,7 @@ class Vocabulary(NamedTuple):
         ids = begin_document(self.tokenize(text), self.end_token)
         if not ids:
             raise ValueError(
-                "this tokenizer has no end token to begin a document with: give a prompt"
+                "this tokenizer has no end token to start a document with: give a prompt"
             )
         return ids
 
@@ -68,15 +67,14 @@ def find_vocabulary(run: RunDir) -> Vocabulary:
         return _read_copy(run.path / TOKENIZER_FILE, starts[-1]["data"] if starts else {})
     if not starts:
         raise ValueError(
-            f"{run.path} does not say what data it was trained on: name its tokenizer with "
-            f"--tokenizer"
+            f"{run.path} does not record its data: give its tokenizer with --tokenizer"
         )
     used = starts[-1]["data"]
     folder = Path(used["folder"])
     if not (folder / MANIFEST_FILE).is_file():
         raise ValueError(
-            f"the tokenizer of {run.path} was in {folder}, and that data is no longer there: name "
-            f"a {TOKENIZER_FILE}, or a folder that holds one, with --tokenizer"
+            f"the tokenizer of {run.path} was in {folder}, which is no longer there: give "
+            f"a {TOKENIZER_FILE}, or a folder with one, with --tokenizer"
         )
     manifest = read_manifest(folder)
     if manifest.hash != used["hash"]:

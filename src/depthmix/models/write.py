@@ -1,8 +1,4 @@
-"""Weights that came from elsewhere → a run that was not trained here.
-
-Owns what such a run's folder holds, that a folder is there whole or not at all, and how an exported
-one becomes a run again.
-"""
+"""Write a run from imported or converted weights; the folder is complete or absent."""
 
 import errno
 import os
@@ -30,9 +26,9 @@ UNFINISHED = ".new"
 
 @contextmanager
 def fill_folder(out: Path, mark: str) -> Iterator[Path]:
-    """A place to write the contents of `out`, which are moved there at the end, `mark` last.
+    """A folder to write the contents of `out`, which are moved there at the end, `mark` last.
 
-    What fails leaves nothing, and what a kill leaves is cleared away by the next that tries.
+    A failure leaves nothing behind, and leftovers of a kill are removed by the next attempt.
     """
     new, made = out / UNFINISHED, not out.exists()
     try:
@@ -48,7 +44,7 @@ def fill_folder(out: Path, mark: str) -> Iterator[Path]:
         number = getattr(error, "errno", None)
         reason = os.strerror(number) if number else str(error)
         raise OSError(
-            number or errno.EIO, f"'{out}' could not be written ({reason}): nothing is left of it"
+            number or errno.EIO, f"'{out}' could not be written ({reason}), and was removed"
         ) from error
     finally:
         shutil.rmtree(new, ignore_errors=True)

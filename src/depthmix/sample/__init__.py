@@ -1,8 +1,6 @@
-"""Text in, text out: a model that writes (`sampler`), and what of it is seen on a terminal.
+"""Text in, text out: the sampler, and samples (`show`) and chats (`talk`) on a terminal.
 
-Samples are shown by `show`, a conversation is had by `talk`.
-
-Stands above `infer`, which knows no tokenizer files, and above `models`, which knows no engine.
+Joins `infer`, which reads no tokenizer files, and `models`, which has no engine.
 """
 
 from depthmix.sample.sampler import Sampler, TextModel, open_model, start_sampler

@@ -1,7 +1,6 @@
-"""A model on disk → an engine that takes and gives text.
+"""A model on disk → an engine with text in and out, and timing.
 
-Owns on which device and in which type a model is sampled, and the clock. Knows nothing of how
-samples are shown.
+Chooses the device and dtype that a model is sampled with.
 """
 
 import hashlib
@@ -21,14 +20,14 @@ from depthmix.models.chat import list_ends
 from depthmix.nn import Transformer
 from depthmix.world import choose_device
 
-# enough for a prompt's step and for those of single tokens
+# enough for the prompt's step and for steps of single tokens
 WARM_TOKENS = 3
 
 
 def seed_prompt(params: SamplingParams, text: str) -> SamplingParams:
-    """The parameters with a seed of this prompt's own, as equal seeds draw equal noise.
+    """The parameters with a separate seed for this prompt, as equal seeds draw equal noise.
 
-    It follows from the seed and the text alone, so other prompts beside it change nothing.
+    It depends only on the seed and the text, not on the other prompts.
     """
     if params.seed is None:
         return params
@@ -59,7 +58,7 @@ class Sampler:
         self.start_over()
 
     def start_over(self) -> None:
-        """Forget the requests so far, which are done, and the time that they took."""
+        """Forget the finished requests and their times."""
         self.requests: list[int] = []
         self._num_later = 0
         self._first = self._last = 0.0
@@ -70,10 +69,10 @@ class Sampler:
         params: SamplingParams,
         progress: Callable[[], object] | None = None,
     ) -> None:
-        """Compile and record now what these requests would else wait for; a CPU has none of it.
+        """Compile and record in advance what these requests need; does nothing on a CPU.
 
-        They are begun and thrown away: the engine's own `warm_up` is for requests of any kind, and
-        takes longer. `progress` is called as it begins. The time is in `compile_seconds`.
+        The requests are started and discarded: the engine's own `warm_up` covers any request, and
+        takes longer. `progress` is called at the start. The time is in `compile_seconds`.
         """
         if not self._compiles:
             return
@@ -85,7 +84,7 @@ class Sampler:
         self.compile_seconds += time.perf_counter() - start
 
     def warm_up_all(self, progress: Callable[[], object] | None = None) -> None:
-        """The same for requests of any kind, where it is not known which will come."""
+        """Like `warm_up`, for any request."""
         if not self._compiles:
             return
         if progress is not None:
@@ -97,13 +96,13 @@ class Sampler:
         return self.engine.model.embedding.weight.device.type == "cuda"
 
     def add(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Put a request in line."""
+        """Queue a request."""
         request = self.engine.add(prompt, params)
         self.requests.append(request)
         return request
 
     def run(self, stopped: Callable[[], object] = lambda: False) -> Iterator[list[Event]]:
-        """Each step's events, until all requests are done; `stopped` is asked between steps."""
+        """Each step's events, until all requests are done; `stopped` is checked between steps."""
         while self.engine.has_work:
             if stopped():
                 yield [event for number in self.requests for event in self.engine.cancel(number)]
@@ -111,7 +110,7 @@ class Sampler:
             events = self.engine.step()
             if events:
                 self._last = time.perf_counter()
-                # a first token is the prompt's affair
+                # the first token belongs to the prompt's time
                 if self._first:
                     self._num_later += sum(event.token is not None for event in events)
                 else:
@@ -120,9 +119,9 @@ class Sampler:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Speed since the first tokens were there; None where they were the last, too.
+        """Speed since the first tokens; None if there were no more.
 
-        Neither loading nor the prompt is in it, nor compiling after a `warm_up`.
+        Excludes loading and the prompt, and compiling after a `warm_up`.
         """
         seconds = self._last - self._first
         return self._num_later / seconds if self._num_later and seconds else None
@@ -135,7 +134,7 @@ def start_sampler(
     selector: str | None = None,
     max_batch: int = 8,
 ) -> Sampler:
-    """Load a model for sampling, on a GPU if there is one; the sampler knows how long it took."""
+    """Load a model for sampling, on a GPU if there is one, and time it."""
     start = time.perf_counter()
     kind, vocabulary = choose_device(device), model.vocabulary
     network = place_network(model, kind)
@@ -145,18 +144,18 @@ def start_sampler(
 
 
 def place_network(model: StoredModel, kind: str) -> Transformer:
-    """A model's network as it is sampled on a kind of device."""
+    """A model's network in the dtype for sampling on a device."""
     network = model.network.to(kind)
-    # as training computes there; routers score in float32 all the same
+    # as in training on that device; routers score in float32 anyway
     return network.to(torch.bfloat16) if kind == "cuda" else network
 
 
 class TextModel(StoredModel):
-    """A model on disk that writes text; what `depthmix.open_model` gives."""
+    """A model on disk that generates text, as returned by `depthmix.open_model`."""
 
     @cached_property
     def engine(self) -> Engine:
-        """An engine that decodes text, on a GPU if there is one; made at first use."""
+        """An engine that decodes text, on a GPU if there is one; created at first use."""
         network = place_network(self, choose_device(None))
         return Engine(network, decode=self.vocabulary.decode)
 
@@ -171,10 +170,10 @@ class TextModel(StoredModel):
     def generate(
         self, prompts: Any, params: SamplingParams | None = None, **options: Any
     ) -> str | list[str]:
-        """What the model writes after a text, or after each of a list of texts.
+        """Continue a text, or each of a list of texts.
 
-        `options` are fields of `SamplingParams`, in place of `params` or over it. A text ends with
-        its document, unless `stop_tokens` says otherwise. For more than text use `engine`.
+        `options` are fields of `SamplingParams`, which replace or override `params`. A text ends
+        with its document, unless `stop_tokens` says otherwise. For more than text, use `engine`.
         """
         params = replace(params or SamplingParams(), **options)
         if params.n != 1:
@@ -202,14 +201,14 @@ def open_model(
 ) -> TextModel:
     """Open the model of a run, of one of its checkpoints, or of a Hugging Face folder.
 
-    What it gives has `config`, `network`, `vocabulary` and `chat`, each read when it is asked for,
-    and `generate`. Of a run, `checkpoint` is best, newest, a name or a step; empty means the best
-    where there are scores, else the newest. `tokenizer` is for a model that has none beside it,
-    `max_seq_len` for fewer positions than the model was made for.
+    The result has `config`, `network`, `vocabulary` and `chat`, each read at first use, and
+    `generate`. For a run, `checkpoint` is best, newest, a name or a step; the default is the best
+    if there are scores, otherwise the newest. `tokenizer` is for a model without one, and
+    `max_seq_len` for fewer positions than the model has.
 
     >>> model = depthmix.open_model("runs/demo-20261115-142233")
     >>> text = model.generate("def main(", max_tokens=20, seed=1)
     """
     stored = open_stored(path, checkpoint=checkpoint, tokenizer=tokenizer, max_seq_len=max_seq_len)
-    # the fields alone: nothing else has been read yet
+    # only the fields: nothing else has been read yet
     return TextModel(**vars(stored))

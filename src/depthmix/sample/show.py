@@ -1,7 +1,4 @@
-"""Samples on a terminal: shaded by depth, while they come or when they are done, or as JSON.
-
-Owns what is printed when, colours and wording. Knows nothing of where the model comes from.
-"""
+"""Samples on a terminal: shaded by depth, streamed or printed when done, or as JSON."""
 
 import json
 import os
@@ -17,31 +14,31 @@ from depthmix.infer.text import TextStream
 from depthmix.sample.sampler import Sampler, seed_prompt
 from depthmix.units import format_bytes, format_count
 
-# from light to strong, in the colours of most terminals and in all of them
+# from light to dark, in the 256 colours of most terminals and in true colour
 SHADES_256 = (255, 189, 153, 111, 68, 25, 18)
 SHADES_RGB = ((234, 242, 251), (107, 174, 214), (8, 48, 107))
-# from this share on a background is dark, and its text white
+# from this fraction on, the background is dark and its text white
 DARK = 0.6
 RESET, BOLD = "\x1b[0m", "\x1b[1m"
 
-# A model can write what a terminal takes for a command. Pictures of these characters are harmless.
+# A model can generate terminal control sequences; the pictures of these characters are harmless.
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 _CONTROLS |= {0x7F: 0x2421, **{code: 0xFFFD for code in range(0x80, 0xA0)}}
 
 NO_TIME = 0.1
-"""Seconds that are not worth a word."""
+"""Times below this, in seconds, are not mentioned."""
 
 
 @runtime_checkable
 class Screen(Protocol):
-    """What text is printed to: a terminal, a file, or memory."""
+    """A terminal, a file, or memory to print text to."""
 
     def write(self, text: str, /) -> int:
         """Take text."""
         ...
 
     def flush(self) -> None:
-        """Show it now."""
+        """Flush what was written."""
         ...
 
     def isatty(self) -> bool:
@@ -50,23 +47,23 @@ class Screen(Protocol):
 
 
 class ShadedText(NamedTuple):
-    """Text of one token, or of a few that only together are text."""
+    """Text of one token, or of several that together form a character."""
 
     text: str
     depth: int | None
-    """Routed blocks that it went through, of several tokens the deepest; None while unknown."""
+    """Number of routed blocks used, the maximum over several tokens; None while unknown."""
 
 
 class DepthText:
-    """Joins a sample's certain text with the depth of its tokens, which is known a token later.
+    """Joins a sample's final text with the depth of its tokens, which is known one token later.
 
-    The text decides what is shown: what a stop string cut off has tokens too.
+    The text determines what is shown, as tokens include those cut off by a stop string.
     """
 
     def __init__(self, stream: TextStream | None = None) -> None:
-        """`stream` is for events of a sample with stop strings, which hold its text back.
+        """`stream` is for a sample with stop strings, which delay its text.
 
-        Without them an event's text is that of its token, and nothing is decoded here.
+        Without it, an event's text is that of its token, and nothing is decoded here.
         """
         self._stream = stream
         self._waiting: str | None = None
@@ -78,14 +75,14 @@ class DepthText:
         """An event of the sample: a token, and the path of the one before it."""
         self.add_text(event.text)
         if event.token is None:
-            # an end that came without a token has no path either
+            # an end without a token has no path either
             return
         if self._waiting is not None:
             self.add_token(self._waiting, event.path)
         self._waiting = event.text if self._stream is None else self._stream.add(event.token)
 
     def add_text(self, text: str) -> None:
-        """More text that is certain."""
+        """Add text that is final."""
         self._certain += text
 
     def add_token(self, text: str, path: Sequence[bool]) -> None:
@@ -96,7 +93,7 @@ class DepthText:
             self._deepest = 0
 
     def take(self) -> list[ShadedText]:
-        """What can be shown now."""
+        """The pieces that can be shown now."""
         shown = []
         while self._pieces and len(self._pieces[0].text) <= len(self._certain):
             shown.append(self._pieces.popleft())
@@ -104,7 +101,7 @@ class DepthText:
         return shown
 
     def finish(self) -> list[ShadedText]:
-        """The rest of the text, which includes what was never computed."""
+        """The rest of the text, including the last tokens, whose depth is unknown."""
         shown = self.take()
         if self._pieces and self._certain:
             # a stop string was cut out of the middle of a token
@@ -131,7 +128,7 @@ def shade_tokens(
 
 
 class Shader:
-    """Makes depth visible: by background colours, or by brackets where there are no colours."""
+    """Shows depth with background colours, or with brackets if there are no colours."""
 
     def __init__(self, num_blocks: int, palette: Literal["rgb", "256"] | None) -> None:
         self.num_blocks, self.palette = num_blocks, palette
@@ -141,7 +138,7 @@ class Shader:
         text, depth = hide_controls(piece.text), piece.depth
         if depth is None or (self.palette is None and depth == 0):
             return text
-        # or the depth of a line's end could not be seen
+        # to make the depth of a newline visible
         lines = text.replace("\n", "↵\n").split("\n")
         if self.palette is None:
             return f"[{chr(10).join(lines)}]{depth}"
@@ -153,8 +150,8 @@ class Shader:
         """A legend."""
         if self.palette is None:
             return (
-                f"[token]N went through N of the {self.num_blocks} routed blocks, other tokens "
-                f"through none of them"
+                f"[token]N used N of the {self.num_blocks} routed blocks, other tokens "
+                f"used none of them"
             )
         # at most nine steps, the first and the last among them
         count = min(self.num_blocks, 8)
@@ -164,7 +161,7 @@ class Shader:
 
 
 def choose_palette(file: Screen) -> Literal["rgb", "256"] | None:
-    """What colours a file shows: those of a terminal, unless the environment says otherwise."""
+    """The colours to use for a file: a terminal's, unless the environment says otherwise."""
     environment = os.environ
     forced = bool(environment.get("FORCE_COLOR"))
     plain = bool(environment.get("NO_COLOR")) or environment.get("TERM") == "dumb"
@@ -174,12 +171,12 @@ def choose_palette(file: Screen) -> Literal["rgb", "256"] | None:
 
 
 def hide_controls(text: str) -> str:
-    """The text without what could move the cursor or worse; lines and tabs stay."""
+    """The text without control characters other than newlines and tabs."""
     return text.translate(_CONTROLS)
 
 
 def summarize(samples: Sequence[Sample], stats: Stats, tokens_per_second: float | None) -> str:
-    """One line: how much, how fast, and what depth saved."""
+    """One line: the number of tokens, the speed, and the savings of depth routing."""
     count = format_count(sum(len(sample.tokens) for sample in samples), "token")
     depth = join_depths([sample.depth for sample in samples])
     speed = "" if tokens_per_second is None else f", {tokens_per_second:,.1f} tokens/s"
@@ -241,7 +238,7 @@ def _choose_colors(share: float, palette: Literal["rgb", "256"]) -> str:
 
 
 class Show:
-    """Runs requests of one kind and prints what comes of them."""
+    """Runs requests with the same parameters and prints their samples."""
 
     def __init__(
         self,
@@ -255,9 +252,9 @@ class Show:
         as_json: bool = False,
         file: Screen | None = None,
     ) -> None:
-        """`stream` prints one sample while it comes, and several each when it is done.
+        """`stream` prints a single sample as it is generated, and several as each one finishes.
 
-        `color` shades by depth, `echo` prints prompts too; `file` is stdout unless given.
+        `color` shades by depth, `echo` prints prompts too; `file` is stdout by default.
         """
         self.sampler, self.texts, self.params = sampler, list(texts), params
         self.stream, self.echo, self.as_json = stream, echo, as_json
@@ -276,7 +273,7 @@ class Show:
         self._num_printed = 0
 
     def warm_up(self, progress: Callable[[], object] | None = None) -> None:
-        """Compile before anything is timed; prompts that do not fit are refused before that."""
+        """Compile before anything is timed; refuses prompts that do not fit first."""
         for prompt in self.prompts:
             self.sampler.engine.cancel(self.sampler.engine.add(prompt, self.params))
         self.sampler.warm_up(self.prompts, self.params, progress)
@@ -308,9 +305,9 @@ class Show:
                 self._print_sample(*place)
 
     def summarize(self, *, with_seed: bool = False, with_start: bool = False) -> list[str]:
-        """How it went, in a line, and one more where the model's length was the limit.
+        """A line of statistics, and another if samples reached the model's maximum length.
 
-        `with_start` adds what came before the prompts: loading, and compiling if there was any.
+        `with_start` adds the time for loading and compiling.
         """
         samples = list(self.done.values())
         engine, params = self.sampler.engine, self.params
@@ -332,7 +329,7 @@ class Show:
         return f"{text}, compiled in {seconds:.1f} s" if seconds > NO_TIME else text
 
     def _flow(self, stopped: Callable[[], object]) -> None:
-        """One sample while it comes."""
+        """Stream one sample."""
         if self.shader is None:
             self._print_prompt(0, ())
         for events in self.sampler.run(stopped):
@@ -364,7 +361,7 @@ class Show:
         return self._shaded[place]
 
     def _print_sample(self, prompt: int, number: int) -> None:
-        """A finished sample, with a heading where there are several."""
+        """A finished sample, with a heading if there are several."""
         found, text, tokens = self.done[prompt, number], self.texts[prompt], self.prompts[prompt]
         if self.as_json:
             decode = self.sampler.vocabulary.decode

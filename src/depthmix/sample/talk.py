@@ -1,8 +1,4 @@
-"""A conversation with a model on a terminal.
-
-Owns what has been said, how much of it the model can still read, and the commands that change the
-conversation and its settings. Does not know where lines come from, nor where the model does.
-"""
+"""A conversation with a model: its history, the part that still fits, and its commands."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -22,7 +18,7 @@ from depthmix.sample.show import (
     summarize,
 )
 
-# what `/settings` changes, and what each of them is
+# the settings that `/settings` changes, and their types
 SETTINGS: Mapping[str, Callable[[str], Any]] = {
     "max_tokens": int,
     "temperature": float,
@@ -38,15 +34,15 @@ HELP = """\
 /depth                 shade answers by the routed blocks that each token used, or no longer
 /settings              show the settings
 /settings NAME=VALUE   change one, for example temperature=0.5; seed=none draws a new seed each time
-/reset                 forget the conversation
+/reset                 start a new conversation
 /help                  this list
-/quit                  leave, as Ctrl-D does
+/quit                  quit, like Ctrl-D
 //…                    a text that begins with a slash
-A \\ at the end of a line goes on in the next one. Ctrl-C stops an answer."""
+A \\ at the end of a line continues it on the next one. Ctrl-C stops an answer."""
 
 
 class Talk:
-    """A conversation: by the model's chat template, or as one text that the model goes on with."""
+    """A conversation, with the model's chat template or as one text that the model continues."""
 
     def __init__(
         self,
@@ -58,7 +54,7 @@ class Talk:
         color: bool = False,
         screen: Screen,
     ) -> None:
-        """`system` is what a chat begins with; `color` shades answers from the start."""
+        """`system` is the system prompt; `color` shades answers from the start."""
         if system is not None and chat is None:
             raise ValueError("--system needs a chat template, and this model has none")
         self.sampler, self.params, self.chat, self.screen = sampler, params, chat, screen
@@ -72,34 +68,34 @@ class Talk:
             self._toggle_depth()
 
     def begin(self) -> str:
-        """What is said first."""
+        """The opening message."""
         how = (
-            "Its chat template is used."
+            "Using the model's chat template."
             if self.chat is not None
-            else "It has no chat template: it goes on with your text; an empty line lets it go on."
+            else "It has no chat template, so it continues your text; an empty line continues it."
         )
-        return f"{how} /help lists what else there is; Ctrl-D quits."
+        return f"{how} /help lists commands; Ctrl-D quits."
 
     def command(self, line: str) -> str:
-        """Do what a line that begins with a slash says; returns what is to be told."""
+        """Run a line that begins with a slash; returns the message to print."""
         name, _, rest = line.partition(" ")
         match name:
             case "/help":
                 return HELP
             case "/reset":
                 self._reset()
-                return "the conversation is forgotten"
+                return "started a new conversation"
             case "/depth":
                 return self._toggle_depth()
             case "/settings":
                 return self._change(rest) if rest.strip() else self._list_settings()
-        raise ValueError(f"there is no {name}: /help lists what there is")
+        raise ValueError(f"unknown command {name}: /help lists the commands")
 
     def answer(self, text: str, stopped: Callable[[], object] = lambda: False) -> str:
-        """Print the model's answer to a text while it comes; returns how it went, in a line.
+        """Stream the model's answer to a text; returns a line of statistics.
 
-        `stopped` is asked between steps: an answer that was stopped is part of the conversation as
-        far as it got.
+        `stopped` is checked between steps; a stopped answer stays in the conversation as far as it
+        got.
         """
         said, messages, notes = self.text + text, [*self.messages], []
         if self.chat is not None:
@@ -116,7 +112,7 @@ class Talk:
         sample = self._write(prompt, params, stopped)
         if sample.error is not None:
             raise ValueError(f"the answer could not be decoded: {sample.error}")
-        # only now: a text that was refused has not been said
+        # only now: a refused text is not part of the conversation
         self.text = said + (sample.text or "")
         self.messages = [*messages, {"role": "assistant", "content": sample.text or ""}]
         told = summarize([sample], self.sampler.engine.stats(), self.sampler.tokens_per_second)
@@ -150,7 +146,7 @@ class Talk:
                     pieces = shaded.take() if event.result is None else shaded.finish()
                     show("".join(map(self.shader.paint, pieces)))
         finally:
-            # whatever went wrong, nothing goes on behind the next question
+            # after any error, no request keeps running
             for request in sampler.requests:
                 sampler.engine.cancel(request)
             if is_line_open:
@@ -159,7 +155,7 @@ class Talk:
         return found
 
     def _fit_messages(self, chat: Chat, messages: list[dict[str, str]]) -> tuple[list[int], int]:
-        """A conversation's tokens, without its oldest messages where all are too many."""
+        """A conversation's tokens, without the oldest messages if they do not fit."""
         import jinja2
 
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -169,7 +165,7 @@ class Talk:
             try:
                 text = render_chat(chat, told, add_generation_prompt=True)
             except jinja2.TemplateError as error:
-                raise ValueError(f"the chat template does not take this: {error}") from error
+                raise ValueError(f"the chat template failed: {error}") from error
             tokens = self.sampler.vocabulary.tokenize(text)
             is_last = num_left_out + 1 >= len(messages)
             if len(tokens) + (0 if is_last else self._count_reserve()) <= self._longest:
@@ -179,11 +175,11 @@ class Talk:
                     f"this has {len(tokens)} tokens, and the model reads {self._longest}: shorten "
                     f"it"
                 )
-            # a question goes with its answer
+            # drop a question together with its answer
             num_left_out += 2
 
     def _fit_text(self, text: str) -> tuple[list[int], int]:
-        """A text's tokens, without the oldest where all are too many."""
+        """A text's tokens, without the oldest if they do not fit."""
         tokens = self.sampler.vocabulary.encode(text)
         most = self._longest - self._count_reserve()
         num_left_out = max(0, len(tokens) - most)
@@ -206,7 +202,7 @@ class Talk:
             return "answers are not shaded"
         num_blocks = len(self.sampler.engine.config.routed_layers)
         if not num_blocks:
-            raise ValueError("depth is about routed blocks, and this model has none")
+            raise ValueError("this model has no routed blocks, so there is no depth to show")
         self.shader = Shader(num_blocks, choose_palette(self.screen))
         return self.shader.explain()
 
@@ -220,7 +216,7 @@ class Talk:
             name, equals, value = part.partition("=")
             name = name.replace("-", "_")
             if name not in SETTINGS:
-                raise ValueError(f"there is no setting {name}: there are {', '.join(SETTINGS)}")
+                raise ValueError(f"unknown setting {name}: the settings are {', '.join(SETTINGS)}")
             if not equals:
                 raise ValueError(f"{name} has no value: write /settings {name}=VALUE")
             try:

@@ -1,4 +1,4 @@
-"""Many runs from one file: a plan, what its folders say, and the processes that carry it out.
+"""Sweeps: many runs from one plan, their folders, and the processes that train them.
 
-Knows no torch: a run is an ordinary `depthmix train` in a process of its own.
+Does not import torch: each run is an ordinary `depthmix train` in its own process.
 """

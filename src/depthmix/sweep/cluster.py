@@ -1,7 +1,4 @@
-"""Planned runs as one SLURM job array, through `submitit`: a job for each run.
-
-Owns what is handed over. Scheduling is SLURM's, and a job does what the sweep does on one machine.
-"""
+"""Submit planned runs as one SLURM job array, through `submitit`: one job per run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +22,7 @@ def submit_runs(
     device: str | None = None,
     parameters: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Hand over all runs that are not finished; returns their jobs' ids.
+    """Submit all unfinished runs; returns their job ids.
 
     At most `num_jobs` run at once; `parameters` are those of submitit's executor.
     """
@@ -52,7 +49,7 @@ def submit_runs(
 def train_alone(
     run: PlannedRun, folder: Path, data: Path | None = None, device: str | None = None
 ) -> None:
-    """Train one run to its end, or resume it: the work of a job."""
+    """Train or resume one run: the work of a job."""
     standings = look_at_runs([run], folder)
     summary = Executor([run], standings, folder, data=data, device=device).run()
     if summary.failed:

@@ -1,8 +1,6 @@
-"""Planned runs as processes: so many at once, each `depthmix train` in its own folder.
+"""Train planned runs in parallel processes, each `depthmix train` in its own folder.
 
-Owns starting, retrying, and stopping them, and the bar for all of them. A run that fails is tried
-once more and then left; a signal is passed on, so that every run saves. Knows nothing of what is
-trained.
+A run that fails is retried once. A signal is passed on, so that every run saves.
 """
 
 import os
@@ -29,10 +27,10 @@ if TYPE_CHECKING:
 MAX_TRIES = 2
 POLL_SECONDS = 0.5
 
-# how `depthmix` ends where its user has to change something
+# exit code of `depthmix` for a user's mistake
 MISTAKE = 2
 
-# for runs to save, where the sweep itself has to end
+# time for runs to save when the sweep has to end
 GRACE_SECONDS = 60.0
 
 # the command that trains; arguments of a run follow
@@ -40,12 +38,12 @@ TRAIN = (sys.executable, "-m", "depthmix", "train")
 
 
 class SweepProgress(NamedTuple):
-    """How far a sweep is."""
+    """The progress of a sweep."""
 
     done_flops: int | float
     running: tuple[str, ...]
     finished: tuple[str, ...]
-    """Runs that this sweep brought to their end."""
+    """Runs that this sweep finished."""
     failed: tuple[str, ...]
     stopping: bool
 
@@ -54,11 +52,11 @@ class Summary(NamedTuple):
     """How a sweep ended."""
 
     finished: tuple[str, ...]
-    """Runs that this sweep brought to their end."""
+    """Runs that this sweep finished."""
     failed: dict[str, list[str]]
     """Name → the last lines of its log."""
     signal: int | None
-    """What stopped it."""
+    """The signal that stopped it."""
 
 
 class _Job(NamedTuple):
@@ -77,7 +75,7 @@ def list_arguments(path: Path, *, resume: bool, data: Path | None, device: str |
 
 
 class Executor:
-    """Runs that are to be trained, in their order, at most `num_jobs` at once."""
+    """Trains runs in order, at most `num_jobs` in parallel."""
 
     def __init__(
         self,
@@ -110,7 +108,7 @@ class Executor:
         report: Callable[[SweepProgress], None] | None = None,
         poll_seconds: float | None = None,
     ) -> Summary:
-        """Train until nothing is left, or until it is interrupted."""
+        """Train until nothing is left, or until interrupted."""
         with self.interrupt:
             try:
                 while self.jobs or (self.waiting and not self.stopping):
@@ -227,7 +225,7 @@ class Executor:
                     job.process.send_signal(first)
 
     def _ask_to_end(self) -> None:
-        """Give runs the time to save."""
+        """Wait for runs to save."""
         for job in self.jobs:
             job.process.terminate()
         last = time.monotonic() + GRACE_SECONDS
@@ -237,7 +235,7 @@ class Executor:
             time.sleep(0.05)
 
     def _kill(self) -> None:
-        """End what still runs, with everything that it has started itself."""
+        """Kill what still runs, with its child processes."""
         for job in self.jobs:
             # of one that was waited for, the number may be another's by now
             if job.process.poll() is None:
@@ -251,7 +249,7 @@ class Executor:
 def show_runs(
     console: "Console", total_flops: int | float, num_left: int
 ) -> Iterator[Callable[[SweepProgress], None]]:
-    """One bar for all runs, by FLOPs, and a line for each run that ended; gives where to report."""
+    """One bar for all runs, by FLOPs, and a line per finished run; yields the report function."""
     told: set[str] = set()
     # runs come at different speeds: minutes say more about what is left than seconds
     with show_bar(console, speed_seconds=600) as bar:

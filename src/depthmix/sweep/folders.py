@@ -1,7 +1,4 @@
-"""What the folders of planned runs say: what is left to do, how fast it goes, why a run failed.
-
-Owns the table of planned runs. Reads run folders only; starts nothing.
-"""
+"""The state of planned runs, read from their folders: what is left, the speed, and failures."""
 
 import json
 import os
@@ -31,15 +28,15 @@ STATES: Mapping[Todo, str] = {"start": "new", "resume": "to resume", "nothing": 
 
 
 class Standing(NamedTuple):
-    """Where a run stands."""
+    """The state of one run."""
 
     todo: Todo
     flops: int | float
-    """Spent on training so far."""
+    """FLOPs spent on training so far."""
 
 
 def look_at_runs(runs: Sequence[PlannedRun], folder: Path) -> dict[str, Standing]:
-    """Where each run stands, by its name; refuses folders that hold something else."""
+    """The state of each run by name; refuses folders that contain something else."""
     found, problems = {}, []
     for run in runs:
         try:
@@ -47,7 +44,7 @@ def look_at_runs(runs: Sequence[PlannedRun], folder: Path) -> dict[str, Standing
         except (OSError, ValueError) as error:
             problems.append(str(error))
     if len(problems) > 1:
-        head = f"{len(problems)} folders cannot be resumed, and nothing was started:"
+        head = f"{len(problems)} folders cannot be resumed, so nothing was started:"
         raise ValueError("\n  ".join([head, *problems]))
     if problems:
         raise ValueError(problems[0])
@@ -64,7 +61,7 @@ def print_plan(
     *,
     num_jobs: int,
 ) -> None:
-    """A row for each run, and under them what all will take; `speed` is of all jobs together."""
+    """Print a row per run, and the total; `speed` is that of all jobs together."""
     from rich import box
     from rich.table import Table
 
@@ -124,7 +121,7 @@ def _list_differences(present: RunConfig, planned: RunConfig) -> list[str]:
 
 
 def is_finished(path: Path, num_steps: int) -> bool:
-    """Whether a run has all its steps behind it."""
+    """Whether a run has done all of its steps."""
     try:
         status = RunDir(path).read_json("status.json")
     except ValueError:
@@ -133,7 +130,7 @@ def is_finished(path: Path, num_steps: int) -> bool:
 
 
 def read_flops(path: Path) -> int | float:
-    """FLOPs that a run has spent, by its last line of metrics; cheap enough to ask all the time."""
+    """FLOPs that a run has spent, from its last line of metrics; cheap enough to poll."""
     # the first line may be cut off, and the last one half-written
     for line in reversed(_read_tail(path / "metrics.jsonl").split(b"\n")[:-1]):
         try:
@@ -146,9 +143,9 @@ def read_flops(path: Path) -> int | float:
 
 
 def measure_speed(runs: Sequence[PlannedRun], folder: Path) -> float | None:
-    """FLOP/s of one run, over the finished ones that were started once; None where there are none.
+    """Mean FLOP/s of the finished runs that were started once; None if there are none.
 
-    Starting and validating are included: it is about how long a user waits.
+    Includes startup and validation, to estimate the waiting time.
     """
     total_flops, total_seconds = 0.0, 0.0
     for run in runs:
@@ -163,13 +160,13 @@ def measure_speed(runs: Sequence[PlannedRun], folder: Path) -> float | None:
                 total_seconds += (datetime.fromisoformat(ended) - began).total_seconds()
                 total_flops += run.flops
         except (KeyError, TypeError, ValueError):
-            # an estimate is not worth an error
+            # no error for a mere estimate
             continue
     return total_flops / total_seconds if total_seconds > 0 else None
 
 
 def find_mixed_data(runs: Sequence[PlannedRun], folder: Path) -> str | None:
-    """A sentence where runs were trained on different data, which cannot be compared."""
+    """A warning if runs were trained on different data and cannot be compared."""
     used: dict[str, str] = {}
     for run in runs:
         try:

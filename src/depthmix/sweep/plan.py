@@ -1,7 +1,6 @@
 """A plan of many runs: TOML → every run's configuration, counted and checked before any starts.
 
-Owns the format of the file (docs/sweeps.md), the names of runs, and reporting all problems at once.
-Does not know how a run is started, or what came of it.
+The format of the file is in docs/sweeps.md. All problems are reported at once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -303,13 +302,13 @@ def expand_plan(
                 problems.setdefault(str(error), []).append(label)
                 break
             if any(run.name == other.name for other in found):
-                problem = "two runs would have this name: give one of the sizes a name of its own"
+                problem = "two runs would have this name: give one of the sizes another name"
                 problems.setdefault(problem, []).append(run.name)
             found.append(run)
     if problems:
         raise ValueError(_say_problems(problems))
     if not found:
-        raise ValueError("no size of this plan is for any of its variants: there is nothing to run")
+        raise ValueError("the plan has no runs: none of its sizes is for any of its variants")
     return found
 
 
@@ -319,7 +318,7 @@ def check_vocabulary(runs: Sequence[PlannedRun], vocab_size: int) -> None:
         if run.config.model.vocab_size < vocab_size:
             raise ValueError(
                 f"{run.name}: its vocab_size is {run.config.model.vocab_size}, and the data has "
-                f"{vocab_size} ids: take vocab_size away, or make it at least that"
+                f"{vocab_size} ids: leave out vocab_size, or make it at least that"
             )
 
 
@@ -342,7 +341,7 @@ def _plan_run(
 ) -> PlannedRun:
     for name, owner in _RESERVED.items():
         if name in given:
-            raise ValueError(f"{name} is decided by the plan's {owner}: take it away")
+            raise ValueError(f"{name} is set by the plan's {owner}: leave it out")
     chosen = {**given, "train.flops": budget, "train.seed": seed}
     config = RunConfig.from_overrides(model, chosen)
     schedule = make_schedule(config)
@@ -371,4 +370,4 @@ def _say_problems(problems: Mapping[str, Sequence[str]]) -> str:
         lines.append(f"{labels[0]}{others}: {problem}")
     if len(lines) == 1:
         return lines[0]
-    return "\n  ".join([f"this plan has {len(lines)} problems, and nothing was started:", *lines])
+    return "\n  ".join([f"this plan has {len(lines)} problems, so nothing was started:", *lines])
