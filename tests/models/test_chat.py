@@ -40,9 +40,7 @@ def test_a_run_and_its_checkpoint_have_it(tmp_path: Path) -> None:
 )
 def test_a_damaged_one_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / CHAT_FILE).write_text(text)
-    with pytest.raises(
-        ValueError, match=rf"{CHAT_FILE} is damaged .*restore a copy, or remove it"
-    ):
+    with pytest.raises(ValueError, match=rf"{CHAT_FILE} is damaged .*restore a copy, or remove it"):
         read_chat(tmp_path)
 
 
