@@ -38,7 +38,7 @@ def empty(path: Path) -> None:
 
 Damage = Callable[[Path], object]
 DAMAGES: list[tuple[str, Damage, str]] = [
-    ("model.safetensors", truncate, "model.safetensors has 199 bytes in place of 200"),
+    ("model.safetensors", truncate, "model.safetensors has 199 bytes instead of 200"),
     ("model.safetensors", flip_byte, "the content of model.safetensors has changed"),
     ("model.safetensors", Path.unlink, "model.safetensors is missing"),
     ("optimizer.safetensors", flip_byte, "the content of optimizer.safetensors has changed"),

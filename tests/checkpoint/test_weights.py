@@ -64,7 +64,7 @@ def test_without_scores_weights_are_the_newest(tmp_path: Path) -> None:
     for step in (1, 2):
         checkpoints.save(step, {"model": {"w": torch.tensor([step])}}, {})
     assert load_weights(tmp_path)["w"].tolist() == [2]
-    with pytest.raises(ValueError, match="has a score: ask for the newest"):
+    with pytest.raises(ValueError, match="has a score: use the newest"):
         load_weights(tmp_path, which="best")
 
 
@@ -112,15 +112,15 @@ def test_paths_without_a_checkpoint(tmp_path: Path) -> None:
     for load in (load_weights, load_model):
         with pytest.raises(ValueError, match="there is nothing at"):
             load(tmp_path / "nowhere")
-        with pytest.raises(ValueError, match="holds no checkpoint"):
+        with pytest.raises(ValueError, match="has no checkpoint"):
             load(tmp_path)
     (tmp_path / "model.pt").write_bytes(b"\x80\x02}q\x00.")
-    with pytest.raises(ValueError, match="is not a sound safetensors file"):
+    with pytest.raises(ValueError, match="is not a valid safetensors file"):
         load_weights(tmp_path / "model.pt")
     with pytest.raises(ValueError, match="is a file: name the folder of a run"):
         load_model(tmp_path / "model.pt")
     (tmp_path / "model.rank-00000-of-00002.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match="is one rank's share"):
+    with pytest.raises(ValueError, match="has only one rank's tensors"):
         load_weights(tmp_path / "model.rank-00000-of-00002.safetensors")
 
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_that_is_proposed_is_sound(run: tuple[Path, Any]) -> None:
     # what is proposed works
     assert open_model(folder, checkpoint="1").network.config.width == 64
     (places[1] / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(ValueError, match="no other checkpoint beside it is sound, so put back"):
+    with pytest.raises(ValueError, match="no other checkpoint of the run is intact, so restore"):
         read_config(places[3])
 
 
@@ -184,7 +184,7 @@ def test_a_configuration_that_does_not_fit_is_refused(
 def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
     tensors = {"model": {}, "optimizer": {"w.step": torch.ones(())}}
     Checkpoints(tmp_path, asynchronous=False).save(1, tensors, {})
-    with pytest.raises(ValueError, match="holds no weights"):
+    with pytest.raises(ValueError, match="has no weights"):
         load_weights(tmp_path)
 
 

@@ -398,7 +398,7 @@ def test_what_is_no_run_is_refused(run: Path, tmp_path: Path, ask: Ask) -> None:
     (empty / "checkpoints").mkdir()
     told = ask(path=empty)
     assert told.code == 2
-    assert "holds no checkpoint" in told.err
+    assert "has no checkpoint" in told.err
 
 
 def test_a_dense_model_has_no_depth_to_show(tmp_path: Path, ask: Ask) -> None:

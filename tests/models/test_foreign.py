@@ -240,7 +240,7 @@ def test_a_tied_head_that_is_another_is_refused(folders: dict[str, Path], tmp_pa
 def test_pickled_and_damaged_weights_are_not_read(llama: Path) -> None:
     config = read_config(llama)
     (llama / WEIGHTS_FILE).write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="not a sound safetensors file"):
+    with pytest.raises(ValueError, match="not a valid safetensors file"):
         read_weights(llama, config)
     (llama / WEIGHTS_FILE).rename(llama / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pytorch_model.bin is pickled, and not read"):
@@ -252,5 +252,5 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     assert open_model(tmp_path).load()
     shard = max(tmp_path.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-5])
-    with pytest.raises(ValueError, match=f"{shard.name} is not a sound safetensors file"):
+    with pytest.raises(ValueError, match=f"{shard.name} is not a valid safetensors file"):
         open_model(tmp_path).load()

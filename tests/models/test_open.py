@@ -92,7 +92,7 @@ def test_weights_are_read_when_they_are_asked_for(run: Path, tmp_path: Path) -> 
     (copy / "chat.json").write_text("{")
     opened = open_model(copy)
     assert opened.config.num_layers == 4
-    with pytest.raises(ValueError, match=r"model\.safetensors has \d+ bytes in place of"):
+    with pytest.raises(ValueError, match=r"model\.safetensors has \d+ bytes instead of"):
         _ = opened.network
     with pytest.raises(ValueError, match=r"chat\.json is damaged"):
         _ = opened.chat

@@ -263,7 +263,7 @@ def test_every_gate_has_its_formula() -> None:
 
 
 def test_unknown_gate_is_refused() -> None:
-    with pytest.raises(ValueError, match="no gate 'softmax'"):
+    with pytest.raises(ValueError, match="unknown gate 'softmax'"):
         apply_gate("softmax", torch.zeros(1, 1))
 
 

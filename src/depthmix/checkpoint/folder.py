@@ -1,7 +1,4 @@
-"""A folder of checkpoints on disk: names, checksums, publishing in one step, pruning.
-
-Knows nothing of tensors and of ranks, nor what is in the files.
-"""
+"""A folder of checkpoints on disk: names, checksums, atomic publishing, and pruning."""
 
 import json
 import math
@@ -35,7 +32,7 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def open_folder(folder: Path) -> None:
-    """Make the folder ready for writing, and clean up after a process that was killed."""
+    """Make the folder ready for writing, and clean up after a killed process."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(folder.glob("step-*.tmp-*")):
         final = path.with_name(path.name.split(".")[0])
@@ -48,7 +45,7 @@ def open_folder(folder: Path) -> None:
 
 
 def start_checkpoint(final: Path) -> Path:
-    """An empty folder to write into, beside `final`."""
+    """An empty folder to write into, next to `final`."""
     unfinished = final.with_name(final.name + UNFINISHED)
     if unfinished.exists():
         shutil.rmtree(unfinished)
@@ -57,7 +54,7 @@ def start_checkpoint(final: Path) -> Path:
 
 
 def publish_checkpoint(unfinished: Path, final: Path) -> None:
-    """Give a complete checkpoint its name, in the place of an older one of the same step."""
+    """Rename a complete checkpoint, replacing an older one of the same step."""
     sync_folder(unfinished)
     if final.exists():
         aside = final.with_name(final.name + REMOVED)
@@ -75,7 +72,7 @@ def write_json(path: Path, tree: Any) -> None:
 
 
 def measure_file(path: Path) -> dict[str, Any]:
-    """What `checksums.json` holds of a file."""
+    """A file's entry in `checksums.json`."""
     return {"num_bytes": path.stat().st_size, "sha256": hash_file(path)}
 
 
@@ -103,7 +100,7 @@ def find_damage(
             return f"{checkpoint} is damaged: {name} is missing"
         if path.stat().st_size != num_bytes:
             size = path.stat().st_size
-            return f"{checkpoint} is damaged: {name} has {size} bytes in place of {num_bytes}"
+            return f"{checkpoint} is damaged: {name} has {size} bytes instead of {num_bytes}"
         if not sizes_only and hash_file(path) != digest:
             return f"{checkpoint} is damaged: the content of {name} has changed"
     # every file of tensors in the folder is read, so none may have come from elsewhere
@@ -154,7 +151,7 @@ def prune_checkpoints(folder: Path, newest: int, keep_last: int, damaged: Collec
     kept = {*sound[-keep_last:], find_best(folder)}
     for step in older:
         if step not in kept:
-            # renamed first: killed on the way, half of it must not look like a checkpoint
+            # renamed first: if killed halfway, the rest must not look like a checkpoint
             removed = present[step].with_name(present[step].name + REMOVED)
             present[step].rename(removed)
             shutil.rmtree(removed)

@@ -1,7 +1,4 @@
-"""The random state of a process ⇄ JSON data: Python, numpy, torch on the CPU and on the GPU.
-
-Knows nothing of files. Seeds a rank that has no saved state.
-"""
+"""The random state of a process as JSON data: Python, numpy, and torch on the CPU and the GPU."""
 
 import random
 from base64 import b64decode, b64encode
@@ -37,7 +34,7 @@ def collect_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Inverse of `collect_rng`; a GPU's state is restored where there is a GPU."""
+    """Inverse of `collect_rng`; a GPU's state is restored if there is a GPU."""
     python, numpy = state["python"], state["numpy"]
     words = _decode(python["words"], np.uint32).tolist()
     random.setstate((python["version"], tuple(words), python["gauss"]))

@@ -1,7 +1,6 @@
-"""A run's checkpoints: save in the background, find the newest sound one, load.
+"""A run's checkpoints: save in the background, find the newest intact one, load.
 
-Owns the order of things: stage, write, checksum, publish, prune, on every rank. Does not know
-what a training is, nor how tensors become files.
+Coordinates the ranks through staging, writing, checksums, publishing and pruning.
 """
 
 import errno
@@ -31,7 +30,7 @@ class Found:
     path: Path
     step: int
     damaged: tuple[str, ...] = ()
-    """A sentence for each newer checkpoint that was passed over."""
+    """A message for each newer checkpoint that was skipped."""
 
 
 class Checkpoints:
@@ -44,7 +43,7 @@ class Checkpoints:
     def __init__(
         self, folder: Path | str, *, keep_last: int = 2, asynchronous: bool = True
     ) -> None:
-        """Also makes the folder, and cleans up after a process that was killed."""
+        """Also creates the folder, and cleans up after a killed process."""
         if keep_last < 1:
             raise ValueError(f"keep_last = {keep_last} would keep no checkpoint: give 1 or more")
         self.folder, self.keep_last, self.asynchronous = Path(folder), keep_last, asynchronous
@@ -78,12 +77,12 @@ class Checkpoints:
         self._writing = self._background.submit(self._write, step, self._staged, tree)
 
     def poll(self) -> None:
-        """Raise what went wrong in the background, if anything did; never waits."""
+        """Raise an error of the background thread, if there is one; never waits."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Return when everything is on disk; raises what went wrong."""
+        """Wait until everything is on disk; raises errors of the background thread."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -123,7 +122,7 @@ class Checkpoints:
         if damaged:
             raise ValueError(
                 f"no checkpoint in {self.folder} can be used ({'; '.join(damaged)}): remove them "
-                f"to start from the beginning, or put back a copy"
+                f"to start from the beginning, or restore a copy"
             )
         return None
 

@@ -1,8 +1,7 @@
-"""A model and its optimisers → tensors by name → safetensors files, and back, on any ranks.
+"""Save and load a model and its optimisers as safetensors files, on any number of ranks.
 
-Owns the names of tensors, and all use of torch.distributed.checkpoint (DCP): every rank writes its
-own shards, and reads what its shards need, for any number of ranks. Nothing in a file is pickled.
-Knows nothing of checksums, steps and folders' names.
+The only module that uses torch.distributed.checkpoint (DCP): every rank writes its own shards, and
+reads what its shards need, for any number of ranks. Nothing is pickled.
 """
 
 import json
@@ -22,11 +21,11 @@ from depthmix.files import name_file, sync_file
 from depthmix.world import World
 
 Parts = dict[str, dict[str, Tensor]]
-"""`{"model": {name: tensor}, "optimizer": {name: tensor}}`, and any part more."""
+"""`{"model": {name: tensor}, "optimizer": {name: tensor}}`, and any other parts."""
 
-# where DCP keeps the places of shards, as JSON text in a file's metadata
+# where DCP stores the positions of shards, as JSON in a file's metadata
 SHARDS = "DCP_SHARDING_INFO"
-# what torch.compile and activation checkpointing put into a parameter's name
+# added to parameter names by torch.compile and activation checkpointing
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
@@ -77,13 +76,13 @@ def restore_tensors(model: nn.Module, optimizers: Sequence[Optimizer], tensors: 
             optimizer.state[param][key] = value.to("cpu" if on_cpu else param.device)
     if new:
         raise ValueError(
-            f"there is optimiser state for '{min(new)}', which this run does not train: resume "
-            f"with the configuration of the run"
+            f"the checkpoint has optimiser state for '{min(new)}', which this run does not "
+            f"train: resume with the configuration of the run"
         )
 
 
 def find_largest(tensors: Parts) -> float:
-    """Largest absolute value in this rank's share of the tensors; NaN where there is one."""
+    """Largest absolute value in this rank's part of the tensors; NaN if there is any."""
     shares = [_localize(tensor) for named in tensors.values() for tensor in named.values()]
     # a norm makes no copy, for which a device may have no room
     return float(nn.utils.get_total_norm([t for t in shares if t.numel()], math.inf))
@@ -110,7 +109,7 @@ def write_tensors(folder: Path, tensors: Parts, world: World) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-    # a file for each index
+    # one file per index
     index = {_join(p, name): i for i, p in enumerate(tensors, start=1) for name in tensors[p]}
     writer = HuggingFaceStorageWriter(str(folder), index, save_distributed=True)
     _silence_single_process()
@@ -195,7 +194,7 @@ def read_tensors(folder: Path, tensors: Parts, world: World) -> None:
 
 
 def read_part(folder: Path, part: str) -> dict[str, Tensor]:
-    """All tensors of one part, whole and on the CPU; no other rank takes part."""
+    """All tensors of one part, whole and on the CPU, without the other ranks."""
     stored = _read_layout(folder)
     named = {
         name: torch.empty(shape, dtype=dtype)
@@ -237,7 +236,7 @@ def _read_layout(folder: Path) -> dict[tuple[str, str], tuple[tuple[int, ...], t
 
 
 def _join(part: str, name: str) -> str:
-    # weights keep their plain names, so that the file is easy to use elsewhere
+    # weights keep their plain names, so that other programs can use the file
     return name if part == "model" else f"{part}.{name}"
 
 
@@ -246,7 +245,7 @@ def _flatten(tensors: Parts) -> dict[str, Tensor]:
 
 
 def _name_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers themselves, each once."""
+    """Parameters and saved buffers, each once."""
     named: dict[str, Tensor] = {}
     seen: set[int] = set()
     for path, value in model.state_dict(keep_vars=True).items():
@@ -289,7 +288,7 @@ def _check_same_names(expected: set[str], stored: set[str]) -> None:
 
 
 def _make_like(like: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory for a tensor, sharded as its parameter is where it has the parameter's shape."""
+    """An empty tensor, sharded like its parameter if it has the parameter's shape."""
     if like is not None and tuple(like.shape) == shape:
         return torch.empty_like(like, dtype=dtype)
     return torch.empty(shape, dtype=dtype)
@@ -315,7 +314,7 @@ def _silence_single_process() -> None:
 
 
 def _unwrap(failed: BaseException) -> Exception:
-    """The first error of a rank, out of DCP's own kind, which is not even an `Exception`."""
+    """The first rank's error inside DCP's own error, which is not even an `Exception`."""
     errors = [error for error, _ in failed.failures.values()]  # pyrefly: ignore
     for error in errors:
         if isinstance(error, Exception):

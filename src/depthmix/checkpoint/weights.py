@@ -1,8 +1,7 @@
-"""Weights for use: a path on disk → tensors → a model that is ready to be called.
+"""Load weights from a path into a model that is ready to use.
 
-Reads only what it needs of a checkpoint, verified, and unpickles nothing. Also fits the tensors to
-another configuration: what a block's are called with and without a router around it, and how
-routers begin that no training has seen. Knows nothing of training.
+Reads and verifies only the files it needs of a checkpoint, and unpickles nothing. Also fits weights
+to a model that routes other blocks: renames the tensors of blocks and initialises new routers.
 """
 
 import re
@@ -39,7 +38,7 @@ def load_weights(path: Path | str, *, which: Which | None = None) -> dict[str, T
 
 
 def build_model(config: ModelConfig, weights: dict[str, Tensor], origin: Path | str) -> Transformer:
-    """A model of tensors by name, in evaluation mode; `origin` is named where they do not fit."""
+    """Build a model from tensors by name, in evaluation mode; errors name `origin`."""
     weights = dict(weights)
     check_num_layers(config, weights, origin)
     # on the meta device nothing is allocated or drawn at random only to be overwritten
@@ -56,24 +55,24 @@ def build_model(config: ModelConfig, weights: dict[str, Tensor], origin: Path | 
 
 
 def align_weight(value: Tensor) -> Tensor:
-    """The same weight, on the CPU in memory as torch lays it out.
+    """A copy of a CPU weight in memory aligned by torch.
 
-    Where a file has put it, a product may round otherwise.
+    At the alignment of a file, products may round differently.
     """
     is_odd = value.device.type == "cpu" and value.data_ptr() % ALIGNMENT
     return value.clone() if is_odd else value
 
 
 def check_num_layers(config: ModelConfig, names: Iterable[str], origin: Path | str) -> None:
-    """Refuse a configuration that claims far more blocks than there are, before any is built.
+    """Refuse a configuration with far more blocks than the weights have, before building them.
 
-    Building thousands of blocks takes minutes; smaller differences are found later, by name.
+    Building thousands of blocks takes minutes; smaller differences are reported later, by name.
     """
     found = {int(match[1]) for name in names if (match := _LAYER.match(name))}
     if config.num_layers > len(found) + MAX_MISSING_LAYERS:
         raise ValueError(
-            f"the weights in {origin} do not fit its configuration: they are of {len(found)} "
-            f"blocks and should be of {config.num_layers}"
+            f"the weights in {origin} do not fit its configuration: they have {len(found)} "
+            f"blocks instead of {config.num_layers}"
         )
 
 
@@ -89,12 +88,12 @@ def choose_checkpoint(path: Path, which: Which | None = None) -> Path:
     present = disk.list_checkpoints(folder)
     if not present:
         raise ValueError(
-            f"{path} holds no checkpoint: give a run's folder that has been trained, or a "
+            f"{path} has no checkpoint: give the folder of a trained run, or a "
             f"checkpoint such as checkpoints/{disk.name_checkpoint(1000)}"
         )
     best = None if which == "newest" else disk.find_best(folder)
     if which == "best" and best is None:
-        raise ValueError(f"no checkpoint in {folder} has a score: ask for the newest")
+        raise ValueError(f"no checkpoint in {folder} has a score: use the newest")
     return present[max(present) if best is None else best]
 
 
@@ -104,19 +103,19 @@ def _load_checkpoint(checkpoint: Path) -> dict[str, Tensor]:
         raise ValueError(f"{problem}: {_suggest_sound(checkpoint)}")
     weights = read_part(checkpoint, "model")
     if not weights:
-        raise ValueError(f"{checkpoint} holds no weights")
+        raise ValueError(f"{checkpoint} has no weights")
     return weights
 
 
 def _suggest_sound(damaged: Path) -> str:
-    """What to use in place of a damaged checkpoint: the newest one beside it that is sound."""
+    """What to use instead of a damaged checkpoint: the newest intact one of the same run."""
     for step, path in reversed(disk.list_checkpoints(damaged.parent).items()):
         if path.name == damaged.name or disk.find_damage(path, ("model", disk.STATE)) is not None:
             continue
         if path.parent.name != "checkpoints":
             return f"use {path}"
         return f"use {path.parent.parent} with --checkpoint {step}"
-    return "no other checkpoint beside it is sound, so put back a copy"
+    return "no other checkpoint of the run is intact, so restore a copy"
 
 
 def _load_file(path: Path) -> dict[str, Tensor]:
@@ -124,11 +123,11 @@ def _load_file(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     if ".rank-" in path.name:
-        raise ValueError(f"{path} is one rank's share of the tensors: give its folder")
+        raise ValueError(f"{path} has only one rank's tensors: give its folder")
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a sound safetensors file: {error}") from error
+        raise ValueError(f"{path} is not a valid safetensors file: {error}") from error
 
 
 def read_config(checkpoint: Path) -> ModelConfig:
@@ -150,7 +149,7 @@ def read_config(checkpoint: Path) -> ModelConfig:
 
 
 def _check_fit(model: Transformer, weights: dict[str, Tensor], origin: Path | str) -> None:
-    """The weights must be those of the configuration beside them."""
+    """Refuse weights that do not match their configuration."""
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     stored = {name: tuple(value.shape) for name, value in weights.items()}
     for name in sorted(wanted.keys() | stored.keys()):
@@ -165,18 +164,18 @@ def _check_fit(model: Transformer, weights: dict[str, Tensor], origin: Path | st
 _ROUTED_BLOCK = re.compile(r"^(layers\.\d+\.)block\.")
 _DECIDER = re.compile(r"^layers\.\d+\.(kv_)?decider\.")
 
-# what a predictor that has seen nothing says of every token: keep it
+# logit of an untrained predictor, which keeps every token
 KEEP_LOGIT = 1.0
 
 
 class Fitted(NamedTuple):
-    """Weights for a configuration, and what had to be made or left."""
+    """Weights for a configuration, and the tensors that were added or left out."""
 
     weights: dict[str, Tensor]
     new: tuple[str, ...]
-    """Routers and predictors that begin here."""
+    """New routers and predictors."""
     left: tuple[str, ...]
-    """Those of blocks that no longer route."""
+    """Routers and predictors of blocks that are no longer routed."""
 
 
 def fit_weights(
@@ -216,8 +215,8 @@ def fit_weights(
     extra = [name for name in given if not _DECIDER.match(name)]
     if extra:
         raise ValueError(
-            f"{origin} has '{extra[0]}', which this model has not: only fields of routing may be "
-            f"changed"
+            f"{origin} has '{extra[0]}', which this model does not have: only fields of "
+            f"routing may be changed"
         )
     return Fitted(fitted, tuple(new), tuple(given))
 

@@ -1,4 +1,4 @@
-"""depthmix models for transformers: importing this is all that its `Auto` classes need.
+"""depthmix models for transformers: import this, and its `Auto` classes know them.
 
 The only place that imports transformers, which is an extra: `pip install 'depthmix[hf]'`. Without
 it, Hugging Face folders can still be read (`depthmix.models`).

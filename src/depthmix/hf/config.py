@@ -1,6 +1,6 @@
-"""A `ModelConfig` as transformers wants one: the same fields, and its own names for them beside.
+"""A `ModelConfig` for transformers: the same fields, and transformers' names for some of them.
 
-Owns what `config.json` holds. Knows nothing of tensors.
+Defines the contents of `config.json`.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class DepthmixConfig(PreTrainedConfig):
     }
 
     def __init__(self, *, selector: str | None = None, **options: Any) -> None:
-        """`selector` decides over depth outside training; empty takes the trained causal head."""
+        """`selector` routes tokens outside training; the default is the trained causal head."""
         named = {self.attribute_map.get(name, name): value for name, value in options.items()}
         tree = {name: named.pop(name) for name in FIELDS if name in named}
         # first, as transformers' checks do not know our layers
@@ -61,7 +61,7 @@ class DepthmixConfig(PreTrainedConfig):
         return [LAYER_TYPE] * self.num_layers
 
     def validate(self) -> None:
-        """Refuse a configuration that is not a model, with a sentence."""
+        """Refuse a configuration that is not a valid model."""
         problem = self.to_model_config().find_selector_problem(self.selector)
         if problem is not None:
             raise ValueError(problem)

@@ -1,7 +1,7 @@
-"""The model as a `PreTrainedModel`: it loads, saves, generates and trains as others do.
+"""The model as a `PreTrainedModel`, which loads, saves, generates and trains like any other.
 
-Owns which selector decides when, what padding and packing mean, and that no weight is made up.
-Computes nothing itself: the network, its cache and its losses are those of `nn`.
+Chooses the selector, interprets padding and packing, and refuses incomplete weights. The network,
+its cache and its losses are those of `nn`.
 """
 
 import functools
@@ -38,10 +38,10 @@ __all__ = ["DepthmixConfig", "DepthmixForCausalLM"]
 
 @dataclass
 class DepthmixOutput(ModelOutput):
-    """What the model returns."""
+    """The model's output."""
 
     loss: Float[Tensor, ""] | None = None
-    """With labels: nats a token."""
+    """With labels: the loss in nats per token."""
     logits: Float[Tensor, "B T V"] | None = None
     """Scores of the next token."""
     past_key_values: Cache | None = None
@@ -157,9 +157,11 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
         document. A cache is used where one is given, and made where `use_cache` is true.
         """
         if input_ids is None:
-            raise ValueError("routers decide over tokens: give input_ids, not inputs_embeds")
+            raise ValueError("inputs_embeds is not supported: give input_ids")
         if options.get("output_hidden_states") or options.get("output_attentions"):
-            raise ValueError("hidden states and attentions are not returned: leave these out")
+            raise ValueError(
+                "hidden states and attentions are not returned: leave out these options"
+            )
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         hidden = self._compute_hidden(input_ids, attention_mask, position_ids, past_key_values)

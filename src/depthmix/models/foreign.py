@@ -349,7 +349,7 @@ def _explain_damage(path: Path) -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise ValueError(
-            f"'{path.parent}' has a damaged file of weights: {path.name} is not a sound "
+            f"'{path.parent}' has a damaged file of weights: {path.name} is not a valid "
             f"safetensors file: {error}"
         ) from error
 

@@ -1,8 +1,8 @@
 """Grouped-query attention by explicit positions.
 
-Owns the mask rules: causal order, document boundaries, empty places; and the one `if cache`.
-Does not know about routing: a gathered sequence is a sequence. Nor how a cache stores what it is
-given: it asks it to attend.
+Defines the mask rules (causal order, document boundaries, empty places), and has the only `if
+cache`. Independent of routing, because a gathered sequence is a sequence, and of how a cache stores
+its tokens.
 """
 
 from contextlib import nullcontext
@@ -30,7 +30,7 @@ TRAINING_BACKENDS = [
 
 
 class Place(NamedTuple):
-    """What each token is, beside its vector."""
+    """A token's position data, besides its vector."""
 
     positions: Int[Tensor, "#B T"]
     """Position in its document; strictly increasing inside one."""
@@ -63,7 +63,7 @@ class Place(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Tokens that offer keys and values to other queries than their own."""
+    """Tokens that provide keys and values to other tokens' queries."""
 
     x: Float[Tensor, "B M D"]
     place: Place

@@ -19,7 +19,7 @@ class Update(NamedTuple):
 
     update: Float[Tensor, "B T D"]
     experts: ExpertRouting | None
-    """What its experts decided, where it has them."""
+    """Its experts' decisions, if it has experts."""
 
 
 class Block(nn.Module):

@@ -1,7 +1,6 @@
-"""Keys and values of past tokens: a length of its own for every layer and every sequence.
+"""Keys and values of past tokens, with a separate length for every layer and sequence.
 
-A routed block's cache holds its routed tokens only, with their true positions. Knows nothing of
-scheduling: which request owns a row is the caller's business.
+A routed block's cache stores only its routed tokens, with their true positions.
 """
 
 from typing import NamedTuple

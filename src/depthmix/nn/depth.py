@@ -1,7 +1,7 @@
 """Mixture-of-Depths around any block: route, gather, block, scatter-add.
 
-Owns the paper's equation. Does not know what the block is: anything that takes gathered tokens and
-their places and returns an update can stand inside.
+Implements the paper's equation. The block inside can be anything that takes gathered tokens and
+their places and returns an update.
 """
 
 import math
@@ -74,7 +74,7 @@ class Decider(nn.Module):
             predicted_BT = None
         elif compact and selector == "predictor" and self.predictor is not None:
             predicted_BT = self.predictor(x).sum(-1)
-            # who is sent by need not be scored
+            # tokens that skip the block need not be scored
             logits_BT = torch.full_like(predicted_BT, torch.nan)
         else:
             logits_BT = self.router(x).sum(-1)
@@ -98,7 +98,7 @@ class Decider(nn.Module):
             # no token was kept: skip the gather too
             x_BKD, weight_BK, place_BK = x[:, :0], logits_BT[:, :0], place.cut(0)
         elif kept.valid is None and kept.index.shape == logits_BT.shape:
-            # everybody: there is nothing to move
+            # all tokens are kept: nothing to gather
             x_BKD, place_BK = x, place
             weight_BK = self.weigh(x, logits_BT)
         else:
@@ -213,7 +213,7 @@ class MixtureOfDepths(nn.Module):
         )
         memory = None
         if self.kv_decider is not None:
-            # who is updated also offers its keys, so that no query is left without one
+            # updated tokens also provide their keys, so that every query sees at least one
             queries_BT = routing.slot >= 0
             forced_BT = queries_BT if forced_BT is None else forced_BT | queries_BT
             candidates = Candidates(place.valid, forced_BT, reserved=self.reserved)

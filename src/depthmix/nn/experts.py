@@ -1,7 +1,7 @@
 """Expert MLPs in place of one MLP: expert choice, token choice, and no-op experts.
 
-A no-op expert has no weights: what a token gives it is left to the residual (integrated MoDE).
-Knows nothing of depth: staged MoDE is a Mixture-of-Depths around a block that holds these.
+A no-op expert has no weights: its share of a token stays on the residual (integrated MoDE). Staged
+MoDE is a Mixture-of-Depths around a block with experts.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from depthmix.nn.routing import Candidates, count_places, count_share_of_rows, e
 
 
 class ExpertRouting(NamedTuple):
-    """What one set of experts decided; the no-op experts come last in `logits`.
+    """The decisions of one set of experts; the no-op experts come last in `logits`.
 
     Inside a routed block (staged MoDE) its tokens are the kept ones, in the order of that block's
     `Routing.index`.
@@ -29,7 +29,7 @@ class ExpertRouting(NamedTuple):
     kept: Bool[Tensor, "B T E"]
     """The (token, expert) pairs that were computed."""
     chosen: Bool[Tensor, "B T choices"]
-    """What each token asked for: under token choice its own choices, else the same as `kept`."""
+    """The pairs that were chosen: under token choice by each token, else the same as `kept`."""
     predictor_logits: Float[Tensor, "B T E"] | None
     """The causal predictor's scores, where there is one."""
     target: Bool[Tensor, "B T E"] | None
@@ -44,7 +44,7 @@ class Pairs(NamedTuple):
     token: Int[Tensor, " R"]
     """Row in the flattened batch."""
     weight: Float[Tensor, " R"]
-    """What multiplies the expert's output: its probability, 0 for an empty place."""
+    """The factor on the expert's output: its probability, 0 for an empty place."""
     ends: Int[Tensor, " E"]
     """Where each expert's rows end."""
 

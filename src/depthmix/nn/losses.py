@@ -36,15 +36,15 @@ def token_loss(
 
 
 class HeadLoss(NamedTuple):
-    """How well a causal head foretells top-k membership."""
+    """How well a causal head predicts top-k membership."""
 
     loss: Float[Tensor, ""]
     precision: Float[Tensor, ""]
-    """Share of the tokens it would route that top-k keeps."""
+    """Fraction of the tokens it would route that top-k keeps."""
     recall: Float[Tensor, ""]
-    """Share of the tokens that top-k keeps that it would route."""
+    """Fraction of the tokens that top-k keeps that it would route."""
     routed_fraction: Float[Tensor, ""]
-    """Share of all tokens that it would route."""
+    """Fraction of all tokens that it would route."""
 
 
 class RoutingLoss(NamedTuple):

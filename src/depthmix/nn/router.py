@@ -1,7 +1,4 @@
-"""The heads that score tokens: the router, and the predictor that decides causally.
-
-Knows nothing of blocks, and not what is done with a score.
-"""
+"""The heads that score tokens: the router, and the predictor for causal routing."""
 
 import torch
 import torch.nn.functional as F
@@ -43,9 +40,9 @@ class Router(nn.Module):
 
 
 class Predictor(nn.Module):
-    """A small MLP that foretells top-k membership from one token alone.
+    """A small MLP that predicts top-k membership from a single token.
 
-    Its input is detached: it learns from the model without changing what the model learns.
+    Its input is detached, so that training it does not change the model.
     """
 
     def __init__(self, width: int, hidden: int, num_scores: int = 1) -> None:

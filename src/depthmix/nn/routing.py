@@ -1,6 +1,6 @@
-"""Which tokens a routed block keeps: the strategies, as pure functions of scores.
+"""Routing strategies: which tokens a routed block keeps, as pure functions of scores.
 
-Owns the `Routing` value that a routed block returns. Knows no parameters, and not what a block is.
+Also defines `Routing`, the decisions that a routed block returns.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,18 +15,18 @@ from depthmix.kernels import pack_tokens, select_topk
 
 
 class Kept(NamedTuple):
-    """The tokens that got a place, in order, and where each went."""
+    """The kept tokens in order, and the place of each."""
 
     index: Int[Tensor, "B K"]
     """Token in each place: the kept ones first and ascending, so that attention stays causal."""
     slot: Int[Tensor, "B T"]
     """Inverse of `index`: a token's place, -1 where it has none."""
     valid: Bool[Tensor, "B K"] | None
-    """Places that are taken; None when all are."""
+    """Which places are taken; None if all are."""
 
 
 class Routing(NamedTuple):
-    """What one routed block decided, returned beside its output.
+    """The decisions of one routed block, returned with its output.
 
     >>> model = Transformer(load_preset("tiny", **{"routing.capacity": 0.25}))
     >>> first, _ = model(torch.arange(8)[None]).routings
@@ -46,7 +46,7 @@ class Routing(NamedTuple):
     predictor_logits: Float[Tensor, "B T"] | None
     """The causal predictor's scores, where there is one."""
     slot: Int[Tensor, "B T"]
-    """A token's place, -1 where it passed by on the residual."""
+    """A token's place, -1 if it skips the block."""
     target: Bool[Tensor, "B T"] | None
     """The tokens that top-k keeps, which causal heads learn; None while decoding from a cache."""
     present: Bool[Tensor, "B T"] | None
@@ -98,7 +98,7 @@ def expert_choice(scores: Float[Tensor, "B T"], capacity: float, candidates: Can
 
 
 def stochastic(scores: Float[Tensor, "B T"], capacity: float, candidates: Candidates) -> Kept:
-    """Top-k of Gaussian noise that nothing else sees."""
+    """Top-k of Gaussian noise that is used for nothing else."""
     return expert_choice(torch.randn_like(scores), capacity, candidates)
 
 
@@ -160,7 +160,7 @@ def keep_all(scores: Float[Tensor, "B T"], candidates: Candidates) -> Kept:
 
 
 def apply_gate(gate: str, scores: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
-    """What multiplies a kept token's update, never the residual."""
+    """The factor on a kept token's update (never on the residual)."""
     match gate:
         case "raw":
             return scores
@@ -170,7 +170,7 @@ def apply_gate(gate: str, scores: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
             return 1 + scores.tanh()
         case "unit":
             return torch.ones_like(scores)
-    raise ValueError(f"there is no gate '{gate}'")
+    raise ValueError(f"unknown gate '{gate}'")
 
 
 def count_places(kept: Bool[Tensor, "B T"]) -> int:

@@ -1,7 +1,4 @@
-"""ModelConfig → a stack of blocks; tokens → logits and what the routers decided.
-
-Knows nothing of losses or optimisers.
-"""
+"""The model: a stack of blocks that maps tokens to logits and the routers' decisions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -33,7 +30,7 @@ class Hidden(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What the model returns.
+    """The model's output.
 
     >>> logits, routings, _ = Transformer(load_preset("tiny"))(torch.tensor([[1, 2, 3]]))
     >>> logits.shape, len(routings)
@@ -49,7 +46,7 @@ class Output(NamedTuple):
 
 @runtime_checkable
 class ModelCache(Protocol):
-    """The past of every layer; `Cache` is one, the sampling engine has another."""
+    """The caches of all layers; implemented by `Cache` and by the sampling engine."""
 
     @property
     def layers(self) -> Sequence[AttentionCache]: ...
@@ -166,9 +163,9 @@ class Transformer(nn.Module):
     ) -> Output:
         """Logits of the next token at each place, and every router's decision.
 
-        `selector` names what decides over depth: None is the strategy's own rule (training),
+        `selector` chooses how tokens are routed: None for the strategy's own rule (training),
         `topk`, `predictor`, `router` or `all`. `document_ids` separates packed documents; a
-        negative id is padding. `positions` count inside each document unless given.
+        negative id is padding. By default, `positions` count within each document.
         """
         hidden, routings, expert_routings = self.compute_hidden(
             tokens,
@@ -275,7 +272,7 @@ class Transformer(nn.Module):
 
 
 def refuse_text(tokens: Any) -> None:
-    """Refuse text, or whatever else is no tensor of ids."""
+    """Refuse text, and anything else that is not a tensor of ids."""
     if not isinstance(tokens, Tensor) or tokens.is_floating_point():
         kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(
