@@ -87,12 +87,12 @@ def find_lead(corners: Sequence[Corner], size: SizeMean, cost: Cost) -> Lead | N
     if len(corners) == 1 and abs(spent / near.cost - 1) > SAME_COST:
         return None
     if len(corners) == 1:
-        ratio, error = size.loss / near.loss, add_errors([(1, own), (1, near.error)])
+        ratio, error = size.loss / near.loss, add_errors([(1.0, own), (1.0, near.error)])
         return Lead(100 * (ratio - 1), _multiply(error, 100 * ratio))
     low, high = _choose_segment(corners, [spent >= corner.cost for corner in corners])
     share = math.log(spent / low.cost) / math.log(high.cost / low.cost)
     ratio = size.loss / math.exp((1 - share) * math.log(low.loss) + share * math.log(high.loss))
-    error = add_errors([(1, own), (1 - share, low.error), (share, high.error)])
+    error = add_errors([(1.0, own), (1 - share, low.error), (share, high.error)])
     lead = Lead(100 * (ratio - 1), _multiply(error, 100 * ratio))
     # the other way round: the cost at which dense has this loss
     low, high = _choose_segment(corners, [size.loss <= corner.loss for corner in corners])
@@ -101,7 +101,7 @@ def find_lead(corners: Sequence[Corner], size: SizeMean, cost: Cost) -> Lead | N
     slope = math.log(high.loss / low.loss) / math.log(high.cost / low.cost)
     share = math.log(size.loss / low.loss) / math.log(high.loss / low.loss)
     multiplier = low.cost / spent * (high.cost / low.cost) ** share
-    error = add_errors([(1, own), (1 - share, low.error), (share, high.error)])
+    error = add_errors([(1.0, own), (1 - share, low.error), (share, high.error)])
     return lead._replace(
         multiplier=multiplier,
         multiplier_error=_multiply(error, multiplier / abs(slope)),
