@@ -202,7 +202,7 @@ def test_real_sizes_in_bf16_are_as_good_as_the_model(name: str, selector: str | 
 @pytest.mark.parametrize(
     ("part", "changes", "message"),
     [
-        ("rules", {"gate": "soft"}, "unknown gate 'soft'"),
+        ("rules", {"gate": "soft"}, "there is no gate 'soft'"),
         ("rules", {"selector": "topk"}, "there is no selector 'topk'"),
         ("rules", {"num_heads": 4}, "w_qkv must be"),
         ("weights", {"router": None}, "routed_layers need the router"),

@@ -328,7 +328,7 @@ def test_a_launch_leaves_its_counters_as_it_found_them() -> None:
 @pytest.mark.parametrize(
     ("part", "changes", "message"),
     [
-        ("rules", {"gate": "soft"}, "unknown gate 'soft'"),
+        ("rules", {"gate": "soft"}, "there is no gate 'soft'"),
         ("rules", {"selector": "topk"}, "there is no selector 'topk'"),
         ("rules", {"num_heads": 3}, "num_heads = 3 must be a multiple"),
         ("rules", {"num_heads": 4}, "w_qkv must be"),
