@@ -622,7 +622,7 @@ def write_claims() -> str:
             "[docs/sampling.md](../docs/sampling.md#what-it-costs)",
         ),
         (
-            "A predictor foretells top-k with 99 % accuracy",
+            "A predictor predicts top-k with 99 % accuracy",
             "**nearly**",
             f"{min(find_accuracies()):.1f} to {max(find_accuracies()):.1f} %, where skipping every "
             f"token has 87.5 %",
