@@ -73,7 +73,7 @@ def test_text_where_ids_belong_is_told() -> None:
         "takes a list of prompts": [partial(engine.generate, [1, 2])],
         "decode takes token ids": [partial(vocabulary.decode, "text")],
         "only text has tokens": [partial(vocabulary.encode, [1, 2])],
-        "this is text: trace_model takes it": [partial(trace, model, "text")],
+        "use trace_model for text": [partial(trace, model, "text")],
     }
     for sentence, calls in refused.items():
         for call in calls:
