@@ -1,4 +1,4 @@
-"""Run folders that nobody trained: their losses lie on parabolas whose minima are known.
+"""Run folders without training: their losses lie on parabolas whose minima are known.
 
 Owns how a folder is made that looks as training leaves it; asserts nothing.
 """

@@ -491,7 +491,7 @@ def test_runs_that_ended_in_other_ways_are_listed(
         RunDir.open(f"runs/{state}").write_status(state, step=2, num_steps=4, loss=1.0)
     assert main(["runs"]) == 0
     listed = capsys.readouterr().out
-    # nobody holds the lock of the one that says it is running: it was killed
+    # the run whose status is running has no lock: it was killed
     for name, state in {
         "good": "finished",
         "bad": "failed",

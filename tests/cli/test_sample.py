@@ -89,7 +89,7 @@ def test_a_seed_gives_the_same_text_however_it_is_printed(ask: Ask) -> None:
     assert ask(*wish, "--seed", seed[1], "--stream").out == first.out
     assert ask(*wish, "--seed", seed[1], "--no-stream").out == first.out
     assert ask(*wish, "--seed", int(seed[1]) + 1).out != first.out
-    # whoever else is there
+    # regardless of other prompts
     more = ask("--prompt", "other", *wish, "--seed", seed[1], "--batch", 1)
     assert more.out.split("--- prompt 2 of 2 ---\n")[1] == first.out
     unechoed = ask(*wish, "--seed", seed[1], "--no-echo")

@@ -122,7 +122,7 @@ def test_upcycle_then_heal(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert config["train"]["router_rate_factor"] == 10
     assert config["train"]["scale_by_width"] is False
     assert healed.read_metrics("train")[-1]["capacity"] == 0.25
-    # how it is talked to goes along, to whoever opens it
+    # its chat template is kept
     assert read_chat(healed.path) == read_chat(run) == Chat("{{ messages }}", (7,))
     assert main(["export", str(healed.path), "--out", str(tmp_path / "exported")]) == 0
     assert (tmp_path / "exported" / "chat_template.jinja").read_text() == "{{ messages }}"

@@ -477,7 +477,7 @@ def test_derived_values_fit_together(tree: dict[str, Any]) -> None:
     twin = config.dense_twin()
     assert twin.routed_layers == ()
     assert (twin.experts, twin.shape) == (config.experts, config.shape)
-    # whoever generates or scores asks the head that was trained, or has to be told
+    # generating and scoring use the trained head, or need an explicit selector
     if not config.needs_selector_to_decode:
         assert config.causal_selector is None
         assert config.choose_selector(None) is None

@@ -111,7 +111,7 @@ def test_a_block_is_judged_beside_those_already_out(
     least = find_least_blocks(model, stream, 3)
     assert [each.layer for each in least.found] == [0, 2, 3]
     assert [each.loss for each in least.found] == pytest.approx([2.1, 2.4, 2.8])
-    # 1 looks best once, is measured anew, and is not asked again
+    # 1 looks best once, is measured again, and then no more
     assert measured[NUM_LAYERS + 1 :] == [(0, 1), (0, 2), (0, 2, 3)]
 
 

@@ -48,7 +48,7 @@ def test_logits_of_a_saved_model_are_the_native_ones(
         assert torch.equal(loaded(tokens).logits, native(tokens, selector=selector).logits)
     assert loaded.config.tie_word_embeddings == config.tied_head
     assert (loaded.model.head.weight is loaded.model.embedding.weight) == config.tied_head
-    # nothing is drawn anew
+    # nothing is drawn again
     assert all(torch.equal(a, b) for a, b in zip(*map(_list_weights, (loaded, model)), strict=True))
 
 

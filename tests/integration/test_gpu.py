@@ -153,7 +153,7 @@ def test_compiled_attention_stays_inside_documents(name: str) -> None:
     tokens = torch.randint(0, model.config.vocab_size, (3, 601), device="cuda")
     documents = (torch.rand(3, 600, device="cuda") < 0.02).cumsum(1)
     documents[1, 560:] = -1
-    # what padding sees is not defined, and nobody is asked to predict it
+    # padding is undefined, and is not predicted
     targets = tokens[:, 1:].where(documents >= 0, IGNORE)
     inputs = (model, tokens[:, :-1].contiguous(), targets, documents)
     losses, grads = [], []

@@ -263,7 +263,7 @@ def test_a_text_is_scored_while_requests_run(dtype: torch.dtype) -> None:
 
 
 def test_requests_that_are_computed_apart_do_not_disturb_each_other() -> None:
-    """`invariant`: to the last bit, whoever else is there."""
+    """`invariant`: to the last bit, regardless of other requests."""
     model = make("mod", width=64)
     params = SamplingParams(max_tokens=8, seed=1, logprobs=0)
     prompts = draw_prompts(model, (30, 3, 1))

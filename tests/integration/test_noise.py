@@ -70,7 +70,7 @@ def test_tokens_are_those_of_the_noise(model: Transformer, seed: int, way: dict[
 
 @pytest.mark.slow
 def test_tokens_that_a_device_draws_ahead_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There nobody tells the index of a token: it is counted on the device, from step to step."""
+    """There the index of a token is counted on the device, from step to step."""
     fused = pytest.importorskip("depthmix.infer.paths.fused")
 
     def make(model: Transformer, pages: Any, selector: str | None, **options: Any) -> Any:

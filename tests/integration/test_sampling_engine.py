@@ -294,7 +294,7 @@ def test_a_prompt_of_one_token_in_a_row_that_another_left(invariant: bool, recor
 
 
 def test_tokens_that_only_offer_keys() -> None:
-    """Decoupled routing alone in its step: a token is stored in a block that nobody enters."""
+    """Decoupled routing alone in its step: a token is stored in a block that no token enters."""
     wishes = [Wish(3, 24, seed=seed) for seed in range(3)]
     for case in (("mod_kv", "predictor"), ("token_choice_kv", "router")):
         options: dict[str, Any] = {"max_batch": 1, "page_size": 4, "chunk_tokens": 1}

@@ -88,7 +88,7 @@ def test_weights_are_read_when_they_are_asked_for(run: Path, tmp_path: Path) -> 
     copy = shutil.copytree(run, tmp_path / "run")
     for path in copy.glob("checkpoints/*/model.safetensors"):
         path.write_bytes(path.read_bytes()[:-9])
-    # nor is what nobody asks for in the way
+    # and parts that are not used may be damaged
     (copy / "chat.json").write_text("{")
     opened = open_model(copy)
     assert opened.config.num_layers == 4

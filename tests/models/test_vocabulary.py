@@ -21,7 +21,7 @@ def test_a_document_begins_with_the_end_token_once() -> None:
     assert begin_document([5, 6], 0) == [0, 5, 6]
     assert begin_document([0, 5], 0) == [0, 5]
     assert begin_document((), 0) == [0]
-    # where nobody knows it, a text is all there is
+    # if it is unknown, a document is only its text
     assert begin_document((5, 6), None) == [5, 6]
     assert begin_document([], None) == []
 

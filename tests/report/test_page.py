@@ -230,4 +230,4 @@ def test_a_browser_shows_the_run_under_the_pointer(
     assert "parameters" in told[1]
     page.locator("h1").hover()
     assert not tip.is_visible()
-    assert problems == [path.as_uri()], "it asks nobody for anything, and nothing went wrong"
+    assert problems == [path.as_uri()], "it makes no requests, and has no errors"

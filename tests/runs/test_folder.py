@@ -242,7 +242,7 @@ def test_status_is_replaced_whole(run: RunDir) -> None:
     before = (run.path / "status.json").stat().st_ino
     run.write_status("failed", step=2, num_steps=10, loss=1.5, reason="the loss is not finite")
     assert run.read_json("status.json")["reason"] == "the loss is not finite"
-    # another file took its name: nobody saw a half of it
+    # another file took its name, so half of it was never visible
     assert (run.path / "status.json").stat().st_ino != before
 
 

@@ -1,4 +1,4 @@
-"""A real socket, with a client that nobody here wrote; slow connections; and how a server ends."""
+"""A real socket, with a third-party client; slow connections; and how a server ends."""
 
 import json
 import os

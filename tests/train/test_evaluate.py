@@ -177,7 +177,7 @@ def test_the_causal_loss_asks_the_causal_head(name: str) -> None:
         ("causal_router", {}, "router"),
         ("moe_expert_choice", {}, "predictor"),
         ("moe_gelu_every_2", {}, "router"),
-        # nobody trained these routers to have a sign that means something
+        # the signs of these untrained routers' scores mean nothing
         ("moe_gelu_every_2", {"experts.aux_loss_weight": 0.0}, None),
         ("mode_staged", {}, "predictor"),
         ("mode_staged", {"experts.predictor": False}, None),

@@ -242,7 +242,7 @@ def test_an_optimiser_gets_the_clipped_gradient(fused: bool, clip: float) -> Non
         if step.divisor is not None:
             assert step.divisor.item() == pytest.approx(max(1, norms[-1] / clip))
             places.add(step.divisor.data_ptr())
-        # nobody else's step is to be scaled
+        # no other step may be scaled
         assert not hasattr(optimizer, "grad_scale")
     # else a divisor from an earlier step would do
     assert max(norms) > 1.1 * min(norms) > 0.055

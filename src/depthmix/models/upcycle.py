@@ -82,7 +82,7 @@ def upcycle(source: StoredModel, out: Path, overrides: Mapping[str, Any]) -> Upc
     """Make a run of a dense model with routers around some of its blocks.
 
     `overrides` are dotted fields of the model; only those of its routing may differ from the
-    source. A smaller `max_seq_len` is for whoever opens the source.
+    source. Choose a smaller `max_seq_len` when opening the source.
     """
     check_upcycle(source, out, overrides)
     config = source.config.override({**DEFAULTS, **overrides})

@@ -222,13 +222,13 @@ class MixtureOfDepths(nn.Module):
             )
             memory = Memory(x_BMD, place_BM, kv_routing.weight)
             routing = Routing(*routing[:-1], memory=kv_routing)
-        nobody = x_BKD.shape[1] == 0
-        if nobody and (memory is None or memory.x.shape[1] == 0):
+        is_empty = x_BKD.shape[1] == 0
+        if is_empty and (memory is None or memory.x.shape[1] == 0):
             # the block neither runs nor reads its weights
             return x, routing, Update(x_BKD, None)
         update = self.block(x_BKD, place_BK, selector=selector, memory=memory, cache=cache)
         if x_BKD is x:
             x = x + (routing.weight[:, :, None] * update.update).to(x.dtype)
-        elif not nobody:
+        elif not is_empty:
             x = scatter_add_tokens(x, update.update, routing.weight, routing.index, routing.slot)
         return x, routing, update

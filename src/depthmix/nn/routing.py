@@ -145,7 +145,7 @@ def causal(scores: Float[Tensor, "B T"], candidates: Candidates, *, compact: boo
             slot_BT = torch.full_like(scores, -1, dtype=torch.long)
             return Kept(slot_BT[:, :0], slot_BT, None)
         if num_places == scores.numel():
-            # one row, and everybody in it
+            # one row that keeps every token
             index_BT = torch.arange(num_places, device=scores.device)[None]
             return Kept(index_BT, index_BT, None)
     elif candidates.most is not None:

@@ -56,7 +56,7 @@ class Trend(NamedTuple):
 
 
 def trace_frontier(fits: Sequence[Fit], cost: Cost) -> list[Corner]:
-    """The best dense size of each budget whose cost is known, from cheap to dear."""
+    """The best dense size of each budget whose cost is known, from cheap to expensive."""
     corners = []
     for budget in {fit.budget for fit in fits}:
         dense = find_dense(fits, budget)

@@ -45,7 +45,7 @@ BIAS = " bias"
 
 
 class Head(NamedTuple):
-    """How well a causal head foretold top-k membership, over a run."""
+    """How well a causal head predicted top-k membership, over a run."""
 
     name: str
     precision: tuple[tuple[float, float], ...]
@@ -98,7 +98,7 @@ class Row(NamedTuple):
     config: RunConfig
     num_steps: int
     test_loss: float | None = None
-    """As `loss`, on the test split; None where nobody asked for it."""
+    """As `loss`, on the test split; None if it was not measured."""
     test_loss_causal: float | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""The live page: one answer that is the same for everybody.
+"""The live page: one answer, the same for every client.
 
 Owns its headers, of which the policy lets a browser run the page's own script, call this server,
 and nothing else. The page itself is `page.html` with the look of all pages that show depth; it

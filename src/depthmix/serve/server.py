@@ -151,7 +151,7 @@ class DrainingServer(uvicorn.Server):
             async with asyncio.timeout(self.limits.drain_seconds):
                 for worker in self.workers:
                     await worker.wait_idle()
-        # whoever is left is told
+        # tell the remaining clients
         await asyncio.gather(*(worker.stop() for worker in self.workers))
         self.should_exit = True
 
@@ -185,7 +185,7 @@ def serve_models(
 ) -> None:
     """Serve models until a signal, the first as the default; raises what kept one from loading.
 
-    Listens first, so that whoever asks while they are loaded is told to wait.
+    Listens first, so that clients are told to wait while models are loaded.
     """
     names = [offer.model.name for offer in offers]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -223,7 +223,7 @@ def take_turns(loads: Sequence[Callable[[], Engine]]) -> list[Callable[[], Engin
             with turn:
                 engine = load()
         except BaseException:
-            # nobody waits for what will not come
+            # let the others stop waiting for a load that will never come
             together.abort()
             raise
         # another one's failure ends the server

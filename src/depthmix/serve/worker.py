@@ -73,7 +73,7 @@ class Job:
     ) -> None:
         """`scores` asks for the prompts' log-probabilities, too.
 
-        Unless it `streams`, whoever reads is woken at the end and not for every token.
+        Unless it `streams`, the reader is woken at the end, not for every token.
         """
         self.prompts, self.params, self.streams = prompts, params, streams
         self.scores: dict[int, list[TokenScore]] = {}
