@@ -14,7 +14,7 @@ from depthmix import infer, nn
 from depthmix.config import ModelConfig
 from depthmix.data.tokenizer import train_tokenizer
 from depthmix.eval.trace import trace_tokens
-from depthmix.models import Vocabulary
+from depthmix.models import StoredModel, Vocabulary
 from depthmix.train.step import TrainStep
 from test_architecture import modules_loaded_by
 from text_runs import write_text_run
@@ -58,6 +58,8 @@ def test_text_where_ids_belong_is_told() -> None:
     engine: Any = infer.Engine(model, selector="predictor")
     vocabulary: Any = Vocabulary(train_tokenizer(["ab"], 260, parallel=False), None)
     trace: Any = trace_tokens
+    engine_type: Any = infer.Engine
+    opened = StoredModel(Path("there"), model.config, "depthmix", dict)
     ids = torch.zeros(1, 4, dtype=torch.long)
     refused: dict[str, list[Callable[[], object]]] = {
         "must be a tensor of ids, not str: encode text first": [
@@ -74,6 +76,7 @@ def test_text_where_ids_belong_is_told() -> None:
         "decode takes token ids": [partial(vocabulary.decode, "text")],
         "only text has tokens": [partial(vocabulary.encode, [1, 2])],
         "use trace_model for text": [partial(trace, model, "text")],
+        "is the one of a folder": [partial(engine_type, opened)],
     }
     for sentence, calls in refused.items():
         for call in calls:

@@ -97,6 +97,10 @@ class Engine:
         last bit whatever else runs; the default on a CPU. `seed` is for requests that name
         none. `record` keeps decoding steps as CUDA graphs, unless given on a GPU only.
         """
+        if not isinstance(model, Transformer):
+            raise ValueError(
+                "an engine needs a Transformer: open_model(path).network is the one of a folder"
+            )
         config = model.config
         device = model.embedding.weight.device
         on_gpu = device.type == "cuda"
