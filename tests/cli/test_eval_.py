@@ -88,6 +88,9 @@ def test_a_test_split_that_is_not_there_is_told(
         assert main(["eval", str(run), *options]) == 2
         printed, errors = capsys.readouterr()
         assert (printed, told in errors) == ("", True)
+    checkpoint = next((run / "checkpoints").glob("step-*"))
+    assert main(["eval", str(checkpoint), "--test", "--keep"]) == 2
+    assert "--keep is for a run" in capsys.readouterr().err
 
 
 def test_an_exported_folder_gives_the_same_numbers(

@@ -104,6 +104,8 @@ def evaluate(
             "--keep keeps the loss of the whole test split of a run's own data: give --test, and "
             "neither --data, --max-tokens nor --seq-len"
         )
+    if keep and not (model / "config.toml").is_file():
+        raise ValueError(f"--keep is for a run, and {model} is not a run's folder: leave it out")
     reads = bool(text) or data is not None or not tasks
     for_tasks = {"--include": include, "--fewshot": fewshot, "--limit": limit}
     for_tasks |= {"--selector": selector, "--chat": chat or None}

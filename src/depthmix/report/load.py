@@ -197,7 +197,9 @@ def _read_row(
     schedule = make_schedule(config)
     loss = summary.val_loss_topk
     assert loss is not None
-    tested, last = test[-1] if test else {}, train[-1] if train else {}
+    # a run that was extended since has no test loss yet
+    tested = next((r for r in reversed(test) if r.get("step") == summary.step), {})
+    last = train[-1] if train else {}
     # what was counted when it was trained
     executed = last.get("executed_flops") or schedule.count_flops(summary.step, "executed")
     return make_row(
