@@ -255,12 +255,16 @@ def test_new_predictors_keep_every_token_and_the_model_is_the_dense_one() -> Non
 def test_a_new_bias_starts_at_the_capacity() -> None:
     fields = {"routing.capacity": (0.5, 0.25), "routing.init_std": 0.02}
     config = make_config("token_choice_bias", **fields)
-    fitted = fit_weights(config, make_weights(make_config("mod")), "here")
-    assert fitted.new == ("layers.1.decider.bias", "layers.3.decider.bias")
-    first, second = (fitted.weights[name].item() for name in fitted.new)
+    names = "layers.1.decider.bias", "layers.3.decider.bias"
+    fitted = fit_weights(config, make_weights(make_config("dense")), "here")
+    first, second = (fitted.weights[name].item() for name in names)
     # half of the scores are positive, a quarter is above 0.674 of their deviation
     assert first == pytest.approx(0, abs=1e-9)
     assert second == pytest.approx(-0.6745 * 0.02 * 32**0.5, rel=1e-3)
+    # a trained router has its share above 0 already
+    fitted = fit_weights(config, make_weights(make_config("token_choice")), "here")
+    assert fitted.new == names
+    assert [fitted.weights[name].item() for name in names] == [0, 0]
 
 
 def test_new_routers_are_drawn_by_the_seed() -> None:

@@ -203,6 +203,11 @@ def fit_weights(
             value = given.pop(plain)
         elif _DECIDER.match(name):
             value = _start_decider(config, name, shape, generator)
+            router = f"{name.removesuffix('bias')}router.weight"
+            if name.endswith("decider.bias") and router in weights:
+                # a trained router has its own scale, and chooses by positive scores if it was
+                # trained to choose at all
+                value = torch.zeros(shape)
             new.append(name)
         else:
             raise ValueError(f"{origin} has no '{plain}', which this model needs")
