@@ -373,7 +373,7 @@ def test_the_models_length_is_told(ask: Ask) -> None:
         (["--selector", "oracle"], "unknown selector 'oracle'"),
         (["--json", "--color"], "leave out --color"),
         (["--logprobs", "2"], "--logprobs are printed with --json only"),
-        (["--prompt", "word " * 50], "the model's max_seq_len is 32: give fewer"),
+        (["--prompt", "word " * 50], "the model's max_seq_len is 32: shorten it"),
         (["--prompt", "a\udc80"], "is not valid UTF-8"),
         (["--file", "nowhere.txt"], "nowhere.txt: No such file or directory"),
         (["--checkpoint", "7"], "has no checkpoint '7': choose from best, newest, step-0000000"),

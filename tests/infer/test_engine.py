@@ -389,7 +389,7 @@ def test_the_default_cache_holds_a_full_batch() -> None:
         ({"chunk_tokens": 0}, "chunk_tokens = 0 must be at least 1"),
         ({"page_size": 0}, "page_size = 0 must be at least 1"),
         ({"page_size": -4}, "page_size = -4 must be at least 1"),
-        ({"cache_tokens": 8, "page_size": 9}, "cache_tokens = 8 must be a page or more: 9"),
+        ({"cache_tokens": 8, "page_size": 9}, "cache_tokens = 8 must be at least page_size = 9"),
         ({"selector": "topk"}, "selector 'topk' needs tokens that are not generated yet"),
         ({"selector": "oracle"}, "unknown selector 'oracle'"),
     ],
@@ -403,15 +403,15 @@ def test_bad_options_are_refused(options: dict[str, Any], sentence: str) -> None
     ("prompt", "params", "sentence"),
     [
         ([], {}, "a prompt needs at least one token"),
-        ([1] * 65, {}, "the prompt has 65 tokens, the model's max_seq_len is 64: give fewer"),
+        ([1] * 65, {}, "the prompt has 65 tokens, but the model's max_seq_len is 64: shorten it"),
         ([1, 64], {}, "token 64 is not in the vocabulary of 64"),
         ([-1, 1], {}, "token -1 is not in the vocabulary of 64"),
         ([1], {"stop": ["x"]}, "stop strings need text: give the engine a `decode` function"),
         (
             [1] * 9,
             {"max_tokens": 25},
-            "max_tokens = 25 after a prompt of 9 tokens needs cache_tokens = 36, and there are 32: "
-            "ask for fewer, shorten the prompt, or give the engine more",
+            "max_tokens = 25 after a prompt of 9 tokens needs cache_tokens = 36, but there are 32: "
+            "lower max_tokens, shorten the prompt or raise cache_tokens",
         ),
         ([1] * 9, {"max_tokens": 25, "n": 3}, "max_tokens = 25 after a prompt of 9 tokens"),
         # at most max_seq_len tokens are generated, whatever is requested
@@ -435,7 +435,7 @@ def test_bad_requests_are_refused_and_leave_nothing(
 
 def test_generate_wants_params_for_all_or_for_each() -> None:
     engine = Engine(get_model())
-    with pytest.raises(ValueError, match="there are 2 prompts and 1 params"):
+    with pytest.raises(ValueError, match="there are 2 prompts but 1 params: give one for each"):
         engine.generate([[1], [2]], [SamplingParams()])
     assert_empty(engine)
 

@@ -130,7 +130,7 @@ def test_what_generate_does_not_take(run: Path) -> None:
     ids: Any = [1, 2]
     with pytest.raises(ValueError, match=r"a prompt is text: give token ids to engine\.generate"):
         model.generate(ids)
-    with pytest.raises(ValueError, match="max_seq_len is 32: give fewer"):
+    with pytest.raises(ValueError, match="max_seq_len is 32: shorten it"):
         model.generate("word " * 50)
     with pytest.raises(ValueError, match="temperature = -1 must be 0 or more"):
         model.generate("line", temperature=-1)

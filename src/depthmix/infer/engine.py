@@ -1,8 +1,8 @@
-"""The engine: requests in, tokens out, many at once, each as if it were alone.
+"""The engine: batched generation, with each request's output independent of the others.
 
-Joins the parts: the scheduler says who computes what, the runner computes it and draws. On a GPU
-the runner takes the next step before the last one's tokens were read. Does not know the tokenizer:
-`decode` is a function.
+Connects the parts: the scheduler plans each step, and the runner computes it and samples. On a GPU
+the runner starts the next step before the tokens of the last one have been read. Does not know the
+tokenizer: `decode` is a function.
 """
 
 import operator
@@ -30,29 +30,29 @@ from depthmix.infer.track import Track
 from depthmix.kernels.recording import turns
 from depthmix.nn import Transformer
 
-# seeds of a request's samples lie this far apart: no two requests' samples meet by counting up
+# distance between the seeds of a request's samples: far more than consecutive requests' seeds
 SEED_STRIDE = 0x5DEECE66D
-# default batch and step sizes: a GPU wants many requests and many tokens
+# default batch and step sizes: a GPU needs many requests and many tokens to be busy
 BATCH_CPU, BATCH_GPU = 8, 256
 CHUNK_CPU, CHUNK_GPU = 512, 8192
-# room for a routed block's tokens, over its capacity: texts use more depth or less
+# a routed block's share of the cache, relative to its capacity: actual depth varies between texts
 CACHE_MARGIN = 1.25
-# tokens that rows have room for beyond the next step: their books need not be kept at every one
+# pages reserved ahead, in tokens, so that the page tables need not change at every step
 PAGES_AHEAD = 8
-# after so many steps in a row that the host had to wait for, steps have fewer rounds
+# number of consecutive steps that the host waits for before steps get fewer rounds
 PATIENCE = 16
-# paths through the routed blocks that are remembered; a model of many blocks has more than memory
+# size of the cache of decoded paths: with many routed blocks there are too many to keep them all
 MOST_PATHS = 1 << 16
-# default share of a GPU's free memory that the cache takes
+# default fraction of a GPU's free memory used for the cache
 CACHE_SHARE = 0.5
 
 
-# token ids: a list, a tuple, an array or a tensor of whole numbers; `read_prompt` refuses the rest
+# token ids: a list, tuple, array or tensor of integers; `read_prompt` rejects anything else
 Prompt = Any
 
 
 class _Step(NamedTuple):
-    """A step that is under way."""
+    """A step in flight."""
 
     plan: Plan
     tracks: list[Track]
@@ -60,10 +60,10 @@ class _Step(NamedTuple):
 
 
 class Engine:
-    """Generates from a model: `generate` for all at once, `add` and `step` to see tokens come.
+    """Generates from a model: `generate` runs to completion, `add` and `step` stream tokens.
 
-    `add`, `cancel` and `stats` may be called from any thread at any time; `step` and `generate` by
-    one thread at a time.
+    `add`, `cancel` and `stats` may be called from any thread at any time; `step` and `generate`
+    from one thread at a time.
 
     >>> engine = Engine(Transformer(load_preset("tiny")))
     >>> (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, seed=0))
@@ -85,21 +85,22 @@ class Engine:
         seed: int | None = None,
         record: bool | None = None,
     ) -> None:
-        """`selector` decides over depth: predictor or router, else the best that the model has.
+        """`selector` makes the routing decisions: predictor or router; default: the model's best.
 
-        `decode` turns tokens into text, for results that carry it and for stop strings.
-        `max_batch` is the most samples at a time: 8 on a CPU and 256 on a GPU unless given.
-        `cache_tokens` is the room for tokens that go through every block, all requests together:
-        requests wait, or give way, when it is taken. Unless given there is room for `max_batch`
-        sequences of the model's longest length at the capacity of its blocks, on a GPU in at most
-        half of its free memory. Prompts are computed `chunk_tokens` at a time beside the others'
-        tokens. `invariant` computes each request apart, so that its numbers are the same to the
-        last bit whatever else runs; the default on a CPU. `seed` is for requests that name
-        none. `record` keeps decoding steps as CUDA graphs, unless given on a GPU only.
+        `decode` turns tokens into text; results with text and stop strings need it.
+        `max_batch` is the maximum number of samples at a time (default: 8 on a CPU, 256 on a GPU).
+        `cache_tokens` is the cache's capacity in tokens that go through every block, for all
+        requests together; when it is full, requests wait or are preempted. By default it holds
+        `max_batch` sequences of the model's maximum length at its blocks' capacity, but on a GPU
+        takes at most half of the free memory. Prompts are computed in chunks of `chunk_tokens`,
+        in the same steps as other requests' tokens. `invariant` computes each request separately,
+        so that its results do not depend on the rest of the batch, to the last bit (default: on a
+        CPU only). `seed` is used for requests without one. `record` records decoding steps as CUDA
+        graphs (default: on a GPU only).
         """
         if not isinstance(model, Transformer):
             raise ValueError(
-                "an engine needs a Transformer: open_model(path).network is the one of a folder"
+                "Engine needs a Transformer: for a model folder, pass open_model(path).network"
             )
         config = model.config
         device = model.embedding.weight.device
@@ -112,7 +113,9 @@ class Engine:
             if value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
         if cache_tokens is not None and cache_tokens < page_size:
-            raise ValueError(f"cache_tokens = {cache_tokens} must be a page or more: {page_size}")
+            raise ValueError(
+                f"cache_tokens = {cache_tokens} must be at least page_size = {page_size}"
+            )
         self.model, self.config, self.decode = model, config, decode
         self.invariant = not on_gpu if invariant is None else invariant
         chosen = config.choose_selector(selector)
@@ -130,7 +133,7 @@ class Engine:
         step_tokens = max(chunk_tokens, 2 * max_batch)
         chunk_tokens = min(chunk_tokens, config.max_seq_len)
         if self.invariant:
-            # a whole chunk has room beside those that decode, because chunks are never cut
+            # chunks are never cut, so leave room for a whole one besides the decoding rows
             step_tokens = chunk_tokens + max_batch
         self.runner = make_runner(
             model,
@@ -153,27 +156,28 @@ class Engine:
         self._meter = DepthMeter(config, chosen)
         self._paths = _KnownPaths()
         self._steps: deque[_Step] = deque()
-        # rounds of a step of decoding rows, and steps in a row that were waited for
+        # rounds of a decoding step, and consecutive steps that the host had to wait for
         self._rounds, self._num_waits = 1, 0
-        # the first guards the books, the second the one thread that steps
+        # the first protects the engine's state; the second allows only one thread to step
         self._lock, self._stepping = threading.RLock(), threading.Lock()
         self._num_requests = self._num_keys = self._peak_pages = 0
 
     @property
     def selector(self) -> str | None:
-        """Who decides over depth."""
+        """What makes the routing decisions."""
         return self.runner.selector
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do."""
+        """Whether any request is unfinished."""
         return bool(self._tracks)
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
-        """Compile and record what requests of any length need; returns the seconds it took.
+        """Compile and record what requests of any length need; return the seconds it took.
 
-        It is done at first use otherwise, and there is nothing to do on a CPU. Compiled kernels
-        stay on disk for the next process. `progress` hears how many of how many parts are done.
+        Without it, this happens at first use. On a CPU there is nothing to prepare. Compiled
+        kernels are cached on disk. `progress` is called with the number of parts done and the
+        total.
         """
         with self._own_steps():
             if self.has_work:
@@ -181,21 +185,21 @@ class Engine:
             return self.runner.warm_up(progress)
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
-        """Put a request in line; returns its number, which its events carry."""
+        """Queue a request; return its number, which its events carry."""
         return self._add(read_prompt(prompt), params)
 
     def score(self, prompt: Prompt, *, top: int = 0) -> list[TokenScore]:
-        """For each token of a text but the first: how probable it is after those before it.
+        """Return the log-probability of each token but the first, given those before it.
 
-        By the model's own full pass, apart from all requests, with the `top` most probable tokens
-        at each place. Like `step`, by one thread at a time.
+        Uses the model's full forward pass, separate from all requests; includes the `top` most
+        probable tokens at each position. Like `step`, call it from one thread at a time.
         """
         tokens = read_prompt(prompt)
         self._check_prompt(tokens)
         if top < 0:
             raise ValueError(f"top = {top} must be at least 0")
         device = self.model.embedding.weight.device
-        # other threads' engines launch their steps between two of these
+        # engines in other threads launch their steps before or after, never in between
         with self._own_steps(), turns:
             if device.type != "cuda":
                 return score_tokens(self.model, tokens, self.selector, top)
@@ -203,16 +207,16 @@ class Engine:
                 return score_tokens(self.model, tokens, self.selector, top)
 
     def cancel(self, request: int) -> list[Event]:
-        """End a request's samples where they stand; a request that is done, or never was, is fine.
+        """Cancel a request's running and waiting samples; finished or unknown requests are ignored.
 
-        Returns the events of their ends.
+        Returns the events that end them.
         """
         with self._lock:
             keys = [key for key, track in self._tracks.items() if track.request == request]
             return [self._finish(key, None, "", (), "cancelled") for key in keys]
 
     def list_paths(self, request: int, sample: int = 0) -> Sequence[Path]:
-        """Paths of a running sample's tokens, the prompt's first, as far as they are computed."""
+        """Paths of a running sample's tokens computed so far, starting with the prompt's."""
         with self._lock:
             for track in self._tracks.values():
                 if (track.request, track.number) == (request, sample):
@@ -220,11 +224,11 @@ class Engine:
         return ()
 
     def step(self) -> list[Event]:
-        """Run one step of the requests that the scheduler chose; returns what is new.
+        """Run one step; return the new events.
 
-        Where the host is slower than the device, a step may draw several tokens of each sample. If
-        it raises, no token is lost: the next call tries again. A request whose own text cannot be
-        decoded ends alone, as failed.
+        If the host is slower than the device, a step may sample several tokens of each sequence. If
+        it raises, no token is lost: the next call tries again. If a request's text cannot be
+        decoded, only that request fails.
         """
         with self._own_steps():
             try:
@@ -237,7 +241,7 @@ class Engine:
                 if not self._steps:
                     return []
                 self._choose_rounds()
-                # others may add and cancel meanwhile
+                # other threads may add and cancel in the meantime
                 reports = self._steps[0].flight.wait()
                 with self._lock:
                     return self._settle(self._steps.popleft().plan, reports)
@@ -251,13 +255,15 @@ class Engine:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Result]:
-        """All prompts to their ends, in the prompts' order; `params` for all, or one for each."""
+        """Run all prompts to completion, in order; `params` is one for all, or one per prompt."""
         if self.has_work:
             raise ValueError("generate() runs alone: finish or cancel the requests of add() first")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
-            raise ValueError(f"there are {len(prompts)} prompts and {len(params)} params")
+            raise ValueError(
+                f"there are {len(prompts)} prompts but {len(params)} params: give one for each"
+            )
         samples: dict[int, dict[int, Sample]] = {}
         tokens = [read_prompt(prompt) for prompt in prompts]
         try:
@@ -270,7 +276,7 @@ class Engine:
                         if event.result.error is not None:
                             raise event.result.error
         finally:
-            # whatever went wrong, nothing stays behind
+            # after an error, leave no request behind
             for request in samples:
                 self.cancel(request)
         return [
@@ -279,7 +285,7 @@ class Engine:
         ]
 
     def stats(self) -> Stats:
-        """Where the engine stands."""
+        """Return the engine's current state."""
         each = self.runner.cache.bytes_per_page
         with self._lock:
             return Stats(
@@ -324,8 +330,8 @@ class Engine:
             raise ValueError("a prompt needs at least one token")
         if len(prompt) > config.max_seq_len:
             raise ValueError(
-                f"the prompt has {len(prompt)} tokens, the model's max_seq_len is "
-                f"{config.max_seq_len}: give fewer"
+                f"the prompt has {len(prompt)} tokens, but the model's max_seq_len is "
+                f"{config.max_seq_len}: shorten it"
             )
         if min(prompt) < 0 or max(prompt) >= config.vocab_size:
             wrong = next(t for t in prompt if not 0 <= t < config.vocab_size)
@@ -335,20 +341,20 @@ class Engine:
             )
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Refuse what can never be done; returns how many tokens may come."""
+        """Raise if the request can never be completed; return its maximum number of new tokens."""
         config = self.config
         self._check_prompt(prompt)
         if params.stop and self.decode is None:
             raise ValueError("stop strings need text: give the engine a `decode` function")
         max_new = min(params.max_tokens, config.max_seq_len - len(prompt) + 1)
-        # the last token is returned and never computed
+        # the last token is returned but never fed to the model
         num_tokens, page_size = len(prompt) + max_new - 1, self.pages.page_size
         room = self.pages.num_pages // config.num_layers * page_size
         if num_tokens > room:
             raise ValueError(
                 f"max_tokens = {params.max_tokens} after a prompt of {len(prompt)} tokens needs "
-                f"cache_tokens = {-(-num_tokens // page_size) * page_size}, and there are {room}: "
-                f"ask for fewer, shorten the prompt, or give the engine more"
+                f"cache_tokens = {-(-num_tokens // page_size) * page_size}, but there are {room}: "
+                f"lower max_tokens, shorten the prompt or raise cache_tokens"
             )
         return max_new
 
@@ -369,10 +375,10 @@ class Engine:
         self._steps.append(_Step(plan, tracks, flight))
 
     def _choose_rounds(self) -> None:
-        """Let steps have more rounds while the device is done before the host asks for a result.
+        """Double the rounds of a step if the device finished before the host asked for the result.
 
-        The host's work for a step is then shared by more tokens. Where the host waits anyway, more
-        rounds only make new requests wait, and compute tokens after the last one.
+        The host's work per step is then shared by more tokens. If the host waits anyway, more
+        rounds only delay new requests, and compute tokens past the end of a sample.
         """
         if self._steps[0].flight.is_ready():
             self._rounds = min(2 * self._rounds, self.runner.most_rounds)
@@ -391,7 +397,7 @@ class Engine:
                 self._peak_pages = max(self._peak_pages, self.pages.num_used)
                 self._take(part, report, events)
         except BaseException:
-            # a sequence whose token was not taken would never be planned again
+            # a sequence that missed its token would never be planned again
             for chunk in plan:
                 self.scheduler.abandon(chunk, restart=True)
             raise
@@ -399,14 +405,14 @@ class Engine:
 
     def _take(self, plan: Plan, report: Report, events: list[Event]) -> None:
         """Add the tokens of one round to their samples."""
-        # whose tokens go on
+        # samples that continue
         alive: list[int] = []
         columns = (plan.key.tolist(), plan.start.tolist(), plan.count.tolist(), *report[:4])
         try:
             for key, start, count, token, logprob, top, taken in zip(*columns, strict=True):
                 track = self._tracks.get(key)
                 if track is None:
-                    # it ended while the step was running
+                    # it ended while the step was in flight
                     continue
                 track.trail.add(start, count, taken)
                 if token is None:
@@ -428,7 +434,7 @@ class Engine:
             self.scheduler.append(*alive)
 
     def _abandon(self) -> None:
-        """Take back all steps that are under way, the newest first."""
+        """Undo all steps in flight, newest first."""
         while self._steps:
             self._take_back(self._steps.pop().plan)
         self.runner.forget()
@@ -453,16 +459,16 @@ class Engine:
         return Event(track.request, track.number, token, text + rest, path, result, score)
 
 
-# not a method: an engine that refers to itself would keep its memory until the next collection
+# not a method: an engine that refers to itself would only be freed by the garbage collector
 def _count_use(
     tracks: dict[int, Track], runner: StepRunner, key: int, row: int, num_computed: int
 ) -> None:
-    """Add what a sample used in the row that it gives up."""
+    """Add a sample's usage in the row it gives up."""
     tracks[key].meter.add(num_computed, runner.take_usage(row))
 
 
 class _KnownPaths(dict[bytes, Path]):
-    """Paths through the routed blocks by their bytes; most tokens share theirs with others."""
+    """Cache of decoded paths by their bytes, since most tokens share theirs with others."""
 
     def __missing__(self, taken: bytes) -> Path:
         if len(self) > MOST_PATHS:
@@ -472,7 +478,7 @@ class _KnownPaths(dict[bytes, Path]):
 
 
 class _Alone:
-    """Lets one thread in, and refuses a second one with a sentence."""
+    """Lets one thread in, and raises for a second one."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self.lock = lock
@@ -497,7 +503,7 @@ def make_runner(
     apart: bool,
     max_step_tokens: int,
 ) -> StepRunner:
-    """The fastest runner that there is for this model and device."""
+    """Return the fastest runner for this model and device."""
     if record and find_obstacle(model) is None:
         from depthmix.infer.paths.fused import FusedRunner
 
@@ -506,7 +512,7 @@ def make_runner(
 
 
 def read_prompt(prompt: Prompt) -> list[int]:
-    """Token ids as plain numbers; anything else is refused with a sentence."""
+    """Return token ids as a list of ints; raise ValueError for anything else."""
     if isinstance(prompt, str | bytes):
         raise ValueError("a prompt is a list of token ids, not text: encode it first")
     if not hasattr(prompt, "__iter__"):
@@ -524,10 +530,10 @@ def read_prompt(prompt: Prompt) -> list[int]:
 
 
 def count_pages(config: ModelConfig, selector: str | None, num_rows: int, page_size: int) -> int:
-    """Pages for `num_rows` of the longest sequences, each layer filled as its capacity says.
+    """Count the pages for `num_rows` sequences of the maximum length, at each layer's capacity.
 
-    With some margin: texts use more depth or less, and the newest requests give way where all
-    use more. One sequence always has room, whatever it keeps.
+    Includes a margin, because actual depth varies between texts; if it is exceeded, the newest
+    requests are preempted. One sequence always fits, whatever it keeps.
     """
     longest = -(-config.max_seq_len // page_size)
     capacities = dict(zip(config.routed_layers, config.capacities, strict=True))
@@ -538,14 +544,14 @@ def count_pages(config: ModelConfig, selector: str | None, num_rows: int, page_s
         share = capacities.get(layer, 1.0)
         if layer in capacities and config.routing.kv_capacity is not None:
             share = config.routing.kv_capacity
-        # the last page of a layer is half empty
+        # the last page of a layer is half empty on average
         needed = -(-int(CACHE_MARGIN * share * config.max_seq_len) // page_size) + 1
         each += min(longest, needed)
     return max(num_rows * each, longest * config.num_layers)
 
 
 def _limit_pages(num_pages: int, model: Transformer, page_size: int) -> int:
-    """No more than fit into a share of the free memory, but those of one sequence at least."""
+    """Limit the pages to a fraction of the free memory, but leave enough for one sequence."""
     config, weight = model.config, model.embedding.weight
     free, _ = torch.cuda.mem_get_info(weight.device)
     shape = config.shape
@@ -555,5 +561,5 @@ def _limit_pages(num_pages: int, model: Transformer, page_size: int) -> int:
 
 
 def _wrap(seed: int) -> int:
-    """Into 64 bits, as a signed number."""
+    """Wrap to a signed 64-bit integer."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

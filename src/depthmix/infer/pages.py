@@ -1,11 +1,10 @@
 """Which row owns which page of the cache: bookkeeping only, no tensors.
 
-A page holds `page_size` tokens of one layer of one row. A routed block stores its routed tokens
-only, so the layers of a row have lengths of their own, and how long they become is known only
-after a step. Before it, room for the worst case is reserved; after it, what was not needed goes
-back. Steps may be under way while others are planned: their tokens are promised, and room is
-counted behind them. What a step stored is noted for all its rows at once. Knows nothing of
-sequences, of their order or of the device.
+A page holds `page_size` tokens of one layer of one row. A routed block stores only its routed
+tokens, so each layer of a row has its own length, which is known only after a step. Before a step,
+pages are reserved for the worst case; afterwards, unneeded ones are released. Steps may be in
+flight while others are planned: their tokens are `promised`, and further reservations count from
+there. Knows nothing of sequences, their order or the device.
 """
 
 from collections.abc import Sequence
@@ -19,10 +18,10 @@ Stored = np.ndarray | Sequence[Sequence[int]]
 
 
 class Changes(NamedTuple):
-    """New entries of the tables, as they are now."""
+    """Table entries that have changed, with their current values."""
 
     places: np.ndarray
-    """Where each of them stands among all entries of `Pages.tables`, counted flat."""
+    """Their flat indices in `Pages.tables`."""
     pages: np.ndarray
 
 
@@ -31,7 +30,7 @@ NO_CHANGES = Changes(_NOTHING, _NOTHING)
 
 
 class _Tables(NamedTuple):
-    """Some tables, from an entry of each on."""
+    """Some tables, each from its own entry on."""
 
     row: np.ndarray
     layer: np.ndarray
@@ -41,9 +40,9 @@ class _Tables(NamedTuple):
 class Pages:
     """The page tables of `num_rows` rows, filled from one pool of `num_pages` pages.
 
-    `tables[layer, row]` begins with the `counts[row, layer]` pages of a layer in the order of its
-    tokens, and `lengths[row, layer]` counts the tokens stored in them. Read them, but change them
-    only through the methods.
+    `tables[layer, row]` starts with the layer's `counts[row, layer]` pages in token order, and
+    `lengths[row, layer]` is the number of tokens stored in them. Read these arrays, but change
+    them only through the methods.
     """
 
     def __init__(
@@ -55,10 +54,10 @@ class Pages:
         ahead: int = 0,
         longest: int | None = None,
     ) -> None:
-        """Rows that lack pages get room for `ahead` more tokens, as far as pages are free.
+        """When a row needs pages, reserve `ahead` more tokens as far as pages are free.
 
-        They then need to be looked at less often. No row has more than `longest` tokens; unless
-        given, as many as a layer could have if it owned every page.
+        Rows then need new pages less often. `longest` is the maximum length of a row; by default
+        it is the number of tokens that all pages could hold in one layer.
         """
         for name, value in (
             ("num_pages", num_pages),
@@ -76,32 +75,32 @@ class Pages:
         self.most = num_pages if longest is None else -(-longest // page_size)
         """Pages of the longest table."""
         self.num_free = num_pages
-        # laid out as the device's, so that a place here is one there
+        # the same layout as on the device, so that flat indices agree
         self.tables = np.zeros((num_layers, num_rows, self.most), dtype=np.int32)
         self.counts = np.zeros((num_rows, num_layers), dtype=np.int64)
         self.lengths = np.zeros((num_rows, num_layers), dtype=np.int64)
         self.promised = np.zeros(num_rows, dtype=np.int64)
-        """Tokens of each row whose steps are under way."""
+        """Tokens of each row that steps in flight may store."""
         self.room = np.zeros(num_rows, dtype=np.int64)
-        """Tokens that fit behind those in every layer of each row without a new page."""
-        # a sentinel that is never free: searches for free neighbours stop there
+        """Tokens by which every layer of a row can grow without a new page."""
+        # the last entry is a sentinel that is never free: searches for free neighbours stop there
         self._owned = bytearray(num_pages + 1)
         self._owned[num_pages] = 1
-        # the same bytes, for many pages at once
+        # a view of the same bytes, for operations on many pages at once
         self._marks = np.frombuffer(self._owned, dtype=np.uint8)
-        # Where to look for a free page: behind the last one that was found so. Low rows are used
-        # first, and their tables grow into what is free behind them, so it begins far from those.
+        # Where the search for a free page begins: after the last one found. Low rows come first and
+        # their tables grow into the free pages after them, so the search starts far away.
         self._next = num_pages // 2
-        # tables that grew since the last drain, and from where on
+        # tables that grew since the last drain, and their first new entries
         self._touched: list[_Tables] = []
 
     @property
     def num_used(self) -> int:
-        """Pages that some row owns."""
+        """Number of pages owned by rows."""
         return self.num_pages - self.num_free
 
     def count_worst(self, num_tokens: int) -> int:
-        """Count the pages of a row in which every layer stores `num_tokens`."""
+        """Count the pages of a row whose layers all store `num_tokens`."""
         return -(-num_tokens // self.page_size) * self.num_layers
 
     def count_owned(self, row: int) -> int:
@@ -109,19 +108,19 @@ class Pages:
         return int(self.counts[row].sum())
 
     def count_missing(self, row: int, num_tokens: int) -> int:
-        """Count the pages to get so that every layer has room for `num_tokens` more."""
+        """Count the pages needed for every layer to store `num_tokens` more."""
         if num_tokens <= self.room[row]:
             return 0
         return int(self._count_short([row], num_tokens)[0].sum())
 
     def list_pages(self, row: int, layer: int) -> list[int]:
-        """The pages of a layer, in the order of its tokens."""
+        """The pages of a layer, in token order."""
         return self.tables[layer, row, : self.counts[row, layer]].tolist()
 
     def reserve(self, row: int, num_tokens: int) -> bool:
-        """Make room for `num_tokens` more in every layer: take all the pages, or none and False.
+        """Reserve room for `num_tokens` more in every layer; if pages are short, take none: False.
 
-        Until they are promised, another reservation counts from the same place.
+        Until the tokens are promised, another reservation starts from the same place.
         """
         if num_tokens <= self.room[row] or self.reserve_all([row], num_tokens):
             return True
@@ -132,7 +131,7 @@ class Pages:
         return True
 
     def reserve_all(self, rows: Rows, num_tokens: int) -> bool:
-        """The same for several rows and what is ahead of each, at once."""
+        """`reserve` for several rows at once, including pages ahead."""
         missing, spares = self._count_short(rows, num_tokens, self.ahead)
         if missing.sum() > self.num_free:
             return False
@@ -140,7 +139,7 @@ class Pages:
         return True
 
     def promise(self, rows: Rows | int, num_tokens: Rows | int) -> None:
-        """Note that a step with these reserved tokens is under way; a row comes once."""
+        """Record that a step in flight may store these reserved tokens; rows must be distinct."""
         self.promised[rows] += num_tokens
         self.room[rows] -= num_tokens
         assert not np.count_nonzero(self.room[rows] < 0), (
@@ -148,11 +147,11 @@ class Pages:
         )
 
     def settle(self, rows: Rows, stored: Stored, promised: Rows | None = None) -> None:
-        """Note that layer l of rows[i] stored `stored[i][l]` more tokens; a row comes once.
+        """Record that layer l of rows[i] stored `stored[i][l]` more tokens; rows must be distinct.
 
-        They are out of `promised[i]` tokens that were under way. Pages that neither hold tokens nor
-        wait for promised ones, or for those ahead, go back; but not one that was just taken for
-        those ahead, or a layer at the end of its page would take and return one all the time.
+        `promised[i]` tokens of the row are no longer in flight. Pages needed neither for stored nor
+        for promised tokens, nor for those ahead, are released. An exception are pages just taken
+        ahead: otherwise a layer at a page boundary would take and release one all the time.
         """
         if not len(rows):
             return
@@ -172,21 +171,21 @@ class Pages:
         self.room[at] = spares.min(axis=1)
 
     def withdraw(self, row: int, promised: int) -> None:
-        """Note that a step that was under way stored nothing that counts."""
+        """Record that a step in flight stored nothing."""
         self.promised[row] -= promised
         self.room[row] += promised
 
     def release(self, row: int) -> None:
-        """Take everything back from a row: its layers are empty."""
+        """Release all pages of a row: its layers are then empty."""
         self._cut_tables(np.array([row]), self.counts[row][None])
         self.lengths[row] = 0
         self.promised[row] = self.room[row] = 0
 
     def drain_changes(self) -> Changes:
-        """The new entries of the tables since the last call.
+        """Return the changed table entries since the last call.
 
-        A page that went back leaves its entry behind in the device's tables, past the length of
-        its layer. An entry that is new more than once may be listed as often.
+        A released page leaves its entry in the device's tables, past its layer's length. An entry
+        that changed several times may be listed more than once.
         """
         touched, self._touched = self._touched, []
         if not touched:
@@ -194,7 +193,7 @@ class Pages:
         return self._list_entries(*map(np.concatenate, zip(*touched, strict=True)))
 
     def list_everything(self) -> Changes:
-        """All entries of all tables, as if they were new."""
+        """All table entries, as if they had changed."""
         row, layer = np.indices(self.counts.shape).reshape(2, -1)
         return self._list_entries(row, layer, np.zeros_like(row))
 
@@ -202,7 +201,7 @@ class Pages:
         """The entries of these tables from `index` on."""
         counts = np.maximum(self.counts[row, layer] - index, 0)
         starts = (layer * self.num_rows + row) * self.most + index
-        # each table counts up from its start
+        # each table counts from its own start
         places = np.repeat(starts - (counts.cumsum() - counts), counts)
         places += np.arange(len(places))
         return Changes(places, self.tables.reshape(-1)[places])
@@ -210,19 +209,19 @@ class Pages:
     def _count_short(
         self, rows: Rows, num_tokens: int, ahead: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """By row and layer: pages that are missing for so many tokens, and tokens that fit."""
+        """Return, by row and layer, the pages missing for so many tokens, and the free slots."""
         at = find_rows(rows)
         behind = self.lengths[at] + self.promised[at][:, None]
         spares = self.counts[at] * self.page_size - behind
         if ahead:
-            # no further than tables reach
+            # no further than the tables' size
             left = self.most * self.page_size - behind.max(axis=1, keepdims=True)
             num_tokens = np.clip(left, num_tokens, num_tokens + ahead)
         missing = -((spares - num_tokens) // self.page_size)
         return np.maximum(missing, 0, out=missing), spares
 
     def _extend(self, rows: Rows, missing: np.ndarray, spares: np.ndarray) -> None:
-        """Take pages that are free."""
+        """Take free pages."""
         number, layer = missing.nonzero()
         row, count = np.asarray(rows)[number], missing[number, layer]
         index = self.counts[row, layer]
@@ -231,12 +230,12 @@ class Pages:
         self._touched.append(_Tables(row, layer, index))
         self.counts[row, layer] = end
         self.num_free -= int(count.sum())
-        # where each would best go on: behind its last page, or at a place of its own
+        # preferred place: after the table's last page, or evenly spaced if it is empty
         place = row * self.num_layers + layer
         fresh = place * self.num_pages // (self.num_rows * self.num_layers)
         start = np.where(index > 0, self.tables[layer, row, index - 1] + 1, fresh)
         is_easy = (count == 1) & (index > 0) & (self._marks[start] == 0)
-        # most tables lack one page, whose neighbour is free; no two have the same neighbour
+        # most tables lack one page and the next one is free; no two tables share that page
         page = start[is_easy]
         self.tables[layer[is_easy], row[is_easy], index[is_easy]] = page
         self._marks[page] = 1
@@ -255,9 +254,9 @@ class Pages:
         count: np.ndarray,
         start: np.ndarray,
     ) -> bool:
-        """Give each table the `count` pages from its start on, if all of those are free.
+        """Give each table `count` consecutive pages from its start on, if they are all free.
 
-        So it is for the layers of a prompt that is new in a cache with room: all at once.
+        This serves the layers of a new prompt in one operation, if the cache has room.
         """
         num_pages = int(count[0])
         starts = np.sort(start)
@@ -273,10 +272,10 @@ class Pages:
         return True
 
     def _take_pages(self, row: int, layer: int, index: int, count: int, page: int) -> None:
-        """Write free pages into a table, `page` and its neighbours where those are free.
+        """Write free pages into a table: `page` and those after it if they are free.
 
-        Pages that follow each other can be read as one slice. So that tables do not grow into one
-        another at once, each begins at a place of its own, as far from the others as possible.
+        Consecutive pages can be read as one slice. Each table has its own preferred place, as far
+        from the others as possible, so that tables do not soon grow into each other.
         """
         table, owned, end = self.tables[layer, row], self._owned, index + count
         while index < end:
@@ -293,11 +292,11 @@ class Pages:
             index, page = index + stop - page, stop
 
     def _cut_tables(self, rows: np.ndarray, extra: np.ndarray) -> None:
-        """Take the last `extra[i, l]` pages of layer l of rows[i] back."""
+        """Release the last `extra[i, l]` pages of layer l of rows[i]."""
         number, layer = extra.nonzero()
         row, count = rows[number], extra[number, layer]
         kept = self.counts[row, layer] - count
-        # each table gives what follows those that it keeps
+        # the pages after those that each table keeps
         index = np.repeat(kept - (count.cumsum() - count), count)
         index += np.arange(len(index))
         pages = self.tables[np.repeat(layer, count), np.repeat(row, count), index]
@@ -307,7 +306,7 @@ class Pages:
 
 
 def find_rows(rows: Rows) -> slice | np.ndarray:
-    """What picks these rows out of an array: where they are neighbours, without a copy."""
+    """Return an index that selects these rows: a slice, and so no copy, if they are adjacent."""
     first, stop = int(rows[0]), int(rows[0]) + len(rows)
     if stop == first + 1:
         return slice(first, stop)

@@ -27,7 +27,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What one request asks for: how to draw tokens, when to stop, what to return with them.
+    """A request's options: how to sample tokens, when to stop, and what to return.
 
     >>> SamplingParams(max_tokens=64, temperature=0.8, top_p=0.95, stop=["end"], seed=1).stop
     ('end',)
@@ -67,7 +67,7 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         check_bounds(self)
         if "" in self.stop:
-            raise ValueError("stop must not contain an empty string, which every text begins with")
+            raise ValueError("stop must not contain an empty string, which matches everywhere")
 
     @property
     def filters(self) -> bool:
@@ -117,7 +117,7 @@ def pack_settings(
     if not len(params) == len(seeds) == len(steps):
         raise ValueError(
             f"there are {len(params)} params, {len(seeds)} seeds and {len(steps)} steps: give one "
-            f"of each for every row"
+            f"of each per row"
         )
     shares = [
         [p.temperature for p in params],

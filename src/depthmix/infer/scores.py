@@ -1,6 +1,7 @@
-"""How probable given tokens are, by the model's own full pass: no cache, no steps.
+"""Log-probabilities of given tokens, by the model's full forward pass, without a cache.
 
-Owns in which type such a pass computes, and that the logits of a long text are never there at once.
+Owns the dtype of this pass. Logits are computed in chunks, so a long text's never all exist at
+once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from depthmix.infer.results import Alternative, TokenScore
 from depthmix.nn import Transformer
 from depthmix.nn.transformer import Hidden
 
-# logits of so many tokens at once
+# number of tokens whose logits are computed at once
 CHUNK_TOKENS = 1024
 
 
@@ -23,9 +24,9 @@ def compute_hidden(
     selector: str | None,
     document_ids: Int[Tensor, "B T"] | None = None,
 ) -> Hidden:
-    """The model's full pass, in the types that training computes in."""
+    """The model's full forward pass, in the dtypes used in training."""
     kind = tokens.device.type
-    # routers score in float32 all the same
+    # routers still score in float32
     with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
         return model.compute_hidden(tokens, selector=selector, document_ids=document_ids)
 
@@ -33,10 +34,10 @@ def compute_hidden(
 def iterate_logits(
     model: Transformer, hidden: Float[Tensor, "T D"]
 ) -> Iterator[Float[Tensor, "C V"]]:
-    """float32 logits of all tokens, some tokens at a time."""
+    """float32 logits of all tokens, one chunk at a time."""
     weight = model.head.weight
     for part in hidden.to(weight.dtype).split(CHUNK_TOKENS):
-        # bf16 logits would blur what is compared by them
+        # bf16 logits are too coarse to compare log-probabilities
         if weight.is_cuda and weight.dtype == torch.bfloat16:
             yield torch.mm(part, weight.T, out_dtype=torch.float32)
         else:
@@ -47,7 +48,7 @@ def iterate_logits(
 def score_tokens(
     model: Transformer, tokens: Sequence[int], selector: str | None, top: int
 ) -> list[TokenScore]:
-    """For each token but the first, its log-probability and the `top` most probable tokens."""
+    """Return the log-probability of each token but the first, with the `top` most probable."""
     if len(tokens) < 2:
         return []
     ids = torch.tensor([tokens], device=model.embedding.weight.device)

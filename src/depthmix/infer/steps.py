@@ -60,7 +60,7 @@ class Flight(Protocol):
     """A step in flight."""
 
     def is_ready(self) -> bool:
-        """Whether the device was done before anybody asked: the host keeps it waiting."""
+        """Whether the device had already finished: if so, the host is the bottleneck."""
         ...
 
     def wait(self) -> Sequence[Report]:
@@ -104,7 +104,7 @@ class StepRunner(Protocol):
     def warm_up(self, progress: Callable[[int, int], None] | None) -> float: ...
 
     def forget(self) -> None:
-        """Assume nothing about the device's state: a step failed."""
+        """Discard assumptions about the device's state, after a failed step."""
         ...
 
     def check_weights(self) -> None:

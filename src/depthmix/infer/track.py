@@ -1,6 +1,6 @@
 """State of one sample during generation: tokens, text, log-probabilities, and stop conditions.
 
-Knows nothing of the model, of the cache or of other samples.
+Knows nothing of the model, the cache or other samples.
 """
 
 from dataclasses import dataclass, field

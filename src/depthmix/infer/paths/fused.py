@@ -1,9 +1,10 @@
-"""Steps that stay on the device: forward pass, draw and bookkeeping in one recorded graph.
+"""Steps that stay on the device: forward pass, sampling and bookkeeping in one recorded graph.
 
-What the next step needs is on the device when the last one ends: the tokens that were drawn, how
-many each layer stored, how each row is drawn. So the host launches a step before it has read the
-one before it, and is never waited for. A step costs what its tokens keep, whatever graph it is
-padded to. Knows nothing of requests, and does not decide who is in a step.
+When a step ends, everything the next one needs is on the device: the sampled tokens, the number of
+tokens stored in each layer, and the sampling settings. The host therefore launches a step before it
+has read the previous one's results, and the device does not wait for it. A step's cost depends on
+the tokens that blocks keep, not on the padded size of its graph. Knows nothing of requests, and
+does not decide which sequences are in a step.
 """
 
 import time
@@ -32,22 +33,22 @@ from depthmix.kernels.decode.step import DecodeStep
 from depthmix.kernels.recording import record_graph, turns
 from depthmix.nn import Transformer
 
-# steps that may be under way, staging memory of the host for each, and the most rounds of a step
+# maximum steps in flight, staging buffers on the host per step shape, and maximum rounds of a step
 DEPTH, NUM_STAGES, MOST_ROUNDS = 2, 3, 8
-# a step's tokens are padded to one of these, or to a multiple of the last
+# token counts are padded to one of these, or to a multiple of the last
 SIZES = (32, 64, 96, 128, 192, 256)
-# chunks of each kind are padded to one of these
+# numbers of chunks, of each kind, are padded to one of these
 CHUNKS = (0, 4, 16, 64, 256)
 
 
 class StepShape(NamedTuple):
-    """What a step has room for."""
+    """Maximum numbers of tokens and chunks of a step."""
 
     num_tokens: int
     num_alone: int
     """Chunks of one token, which come first."""
     num_chunks: int
-    """Chunks of any number."""
+    """Chunks of any length."""
 
     @property
     def num_sampled(self) -> int:
@@ -55,12 +56,12 @@ class StepShape(NamedTuple):
 
     @property
     def most_rounds(self) -> int:
-        """How often a step can be computed in a row: its next tokens must be those it drew."""
+        """Maximum number of rounds: more than one needs all next tokens to be sampled ones."""
         return 1 if self.num_chunks else MOST_ROUNDS
 
 
 class Outcome(NamedTuple):
-    """Memory of the host for what one round of a step returns, whole and part by part."""
+    """Host memory for the results of one round, whole and as views of its parts."""
 
     told: Tensor
     token: np.ndarray
@@ -69,14 +70,14 @@ class Outcome(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Memory of the host for one turn of a step, whole and part by part."""
+    """Host memory for one step in flight, whole and as views of its parts."""
 
     inputs: Tensor
     parts: list[np.ndarray]
     outcomes: list[Outcome]
     """By round."""
     event: torch.cuda.Event | None
-    """Whether all of them came back."""
+    """Recorded after the results of all rounds are copied."""
 
 
 class Step:
@@ -84,18 +85,18 @@ class Step:
 
     def __init__(self, shape: StepShape, num_routes: int, device: torch.device) -> None:
         self.shape, on_gpu = shape, device.type == "cuda"
-        # every chunk may ask for a token
+        # every chunk may sample a token
         num_tokens, num_chunks = shape.num_tokens, shape.num_sampled
         sizes = [num_tokens] * 4 + [num_chunks + 1, num_chunks, 1, num_chunks, 1, num_chunks]
         self.inputs = torch.zeros(sum(sizes), device=device, dtype=torch.int32)
         *parts, self.sampled_row = self.inputs.split(sizes)
         self.tokens = Tokens(*parts)
-        # empty; but the kernel for one sequence needs a row
+        # no rows; but the single-sequence kernel needs a valid one
         for rows in (self.tokens.row, self.tokens.chunk_row, self.sampled_row):
             rows.fill_(-1)
         if num_chunks == 1:
             self.tokens.chunk_row.zero_()
-        # tokens, log-probabilities, and who took which block: in one piece for the host
+        # tokens, log-probabilities and routing decisions, in one tensor for the host
         told_sizes = [8 * num_chunks, 4 * num_chunks, num_routes * num_tokens]
 
         def split(told: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,10 +110,10 @@ class Step:
         self.logits: Tensor | None = None
 
         def make_stage() -> Stage:
-            # the host writes and reads part by part
+            # views for the host to write and read
             inputs = torch.zeros(self.inputs.shape, dtype=torch.int32, pin_memory=on_gpu)
             parts = [part.numpy() for part in inputs.split(sizes)]
-            # each round begins at a whole number of the widest type
+            # align each round to 8 bytes, the size of the widest type
             shape_told = (shape.most_rounds, -(-sum(told_sizes) // 8) * 8)
             told = torch.zeros(shape_told, dtype=torch.uint8, pin_memory=on_gpu)
             rows = told[:, : sum(told_sizes)]
@@ -120,25 +121,25 @@ class Step:
             return Stage(inputs, parts, outcomes, torch.cuda.Event() if on_gpu else None)
 
         self.stages = [make_stage() for _ in range(NUM_STAGES)]
-        # the rows whose next tokens each of them was filled for, where nothing else is in it
+        # the decoding rows that each stage was filled for, if it holds nothing else
         self.filled: list[np.ndarray | None] = [None] * NUM_STAGES
         self.turn = 0
 
     def take_turn(self) -> Stage:
-        """Memory that no step under way uses."""
+        """Return a stage that no step in flight uses."""
         self.turn = (self.turn + 1) % NUM_STAGES
         return self.stages[self.turn]
 
     def fill(self, plan: Plan, tracks: Sequence[Track], num_alone: int) -> np.ndarray:
-        """Write a plan into the stage whose turn it is; returns where its chunks' tokens begin."""
+        """Write a plan into the current stage; return the index of each chunk's first token."""
         stage, filled = self.stages[self.turn], self.filled[self.turn]
         if filled is plan.row:
-            # as it was some steps ago, and every token is one that the device has drawn
+            # same rows as before, and every token was sampled on the device: only positions change
             stage.parts[2][:num_alone] = plan.start
             return stage.parts[3][:num_alone]
         begins = _fill(self.shape, stage.parts, plan, tracks, num_alone)
         if plan.rounds > 1:
-            # the device has drawn those tokens, too, and only it knows the next ones
+            # these were sampled on the device too, and only the device knows the next ones
             stage.parts[0][:num_alone] = -1
         all_drawn = num_alone == len(plan) and stage.parts[0][:num_alone].max() < 0
         self.filled[self.turn] = plan.row if all_drawn else None
@@ -146,16 +147,16 @@ class Step:
 
 
 class FusedFlight(NamedTuple):
-    """A step that is under way."""
+    """A step in flight."""
 
     runner: "FusedRunner"
     plan: Plan
     """In the order of the step's tokens: chunks of one token come first."""
     order: np.ndarray | None
-    """The number of each chunk in the plan that was given, where that is another."""
+    """Index of each chunk in the original plan, if the order differs."""
     num_alone: int
     begins: np.ndarray
-    """Where each one's tokens begin."""
+    """Index of each chunk's first token."""
     stage: Stage
     tops: list[tuple[Tensor, Tensor] | None]
     """By round."""
@@ -171,7 +172,7 @@ class FusedFlight(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Rows that a plan may repeat, and what was found out about them."""
+    """Rows that a later plan may repeat, with what was derived from them."""
 
     row: np.ndarray
     num_alone: int
@@ -183,7 +184,7 @@ class _Group(NamedTuple):
 
 
 class FusedRunner:
-    """A model with a paged cache, computed by kernels that know all of it."""
+    """A model with a paged cache, computed by whole-model kernels."""
 
     can_retry = False
 
@@ -196,14 +197,14 @@ class FusedRunner:
         *,
         apart: bool = False,
     ) -> None:
-        """`apart` computes one chunk at a time: its numbers then depend on no other's."""
+        """`apart` computes one chunk at a time, so that its results do not depend on the others."""
         self.apart, self.depth = apart, 1 if apart else DEPTH
         self.most_rounds = 1 if apart else MOST_ROUNDS
         config, weight = model.config, model.embedding.weight
         self.model, self.config, self.pages, self.selector = model, config, pages, selector
         self.device = weight.device
         self.on_gpu = self.device.type == "cuda"
-        # before anything is recorded: the parameters move here
+        # before anything is recorded, because the parameters move here
         self.stacks = find_stacks(model)
         self.weights = self.stacks.weights
         self.rules = make_rules(config, selector)
@@ -227,9 +228,9 @@ class FusedRunner:
         self.routed_layers = np.array(config.routed_layers, dtype=np.int64)
         self.num_dense = config.num_layers - len(config.routed_layers)
         self.steps: dict[StepShape, Step] = {}
-        # what a step leaves is in buffers of its own, so that graphs can share the rest
+        # the outputs of a step have their own buffers, so graphs can share memory for the rest
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
-        # by row: the sample whose settings the device has, and what of them says how a step draws
+        # by row: the sample whose settings the device has, and how they affect a step's sampling
         self._settled = np.full(pages.num_rows, -1)
         self._is_plain = np.zeros(pages.num_rows, dtype=bool)
         self._filters = np.zeros(pages.num_rows, dtype=bool)
@@ -244,7 +245,7 @@ class FusedRunner:
         return DecodeStep(self.weights, self.rules, *pages)
 
     def check_weights(self) -> None:
-        """Refuse to go on where the model's weights are no longer those that it was made for."""
+        """Raise if the model's weights are no longer those that this runner was built for."""
         if not self.stacks.are_current():
             raise RuntimeError(
                 "the model's weights were moved or replaced after this engine was made: make a "
@@ -252,18 +253,18 @@ class FusedRunner:
             )
 
     def mark_seen(self, tokens: Sequence[int], params: SamplingParams) -> None:
-        """The device has its own marks."""
+        """Return no mask: the device keeps its own."""
 
     def forget(self) -> None:
-        """A step failed: the device's state is unknown."""
+        """Discard assumptions about the device's state, after a failed step."""
         self._settled.fill(-1)
         self._group, self._lost = None, True
 
     def take_usage(self, row: int) -> Usage:
-        """What was computed for the tokens that a row's cache holds.
+        """Return the work spent on the tokens in a row's cache.
 
         A token that visits a block is stored there, each query sees the keys before it and its own,
-        and no block has experts: the lengths of the row say it all.
+        and no block has experts, so everything follows from the row's lengths.
         """
         lengths = self.pages.lengths[row]
         num_visits, num_routed = int(lengths.sum()), int(lengths[self.routed_layers].sum())
@@ -271,12 +272,12 @@ class FusedRunner:
         return Usage(num_visits, num_routed, 0, num_visits, num_routed, num_pairs, 0)
 
     def warm_up(self, progress: Callable[[int, int], None] | None) -> float:
-        """Compile what requests of any length need, and record what most of them do."""
+        """Compile what requests of any length need, and record the most frequent graphs."""
         start = time.perf_counter()
         if not self.on_gpu:
             return 0.0
         steps = [self._find_step(shape) for shape in self.list_shapes()]
-        # what else draws is recorded when it is asked for, which takes a moment
+        # other sampling variants are recorded at first use, which takes a moment
         tasks = [
             (step, plain)
             for step in steps
@@ -299,9 +300,9 @@ class FusedRunner:
         return time.perf_counter() - start
 
     def list_shapes(self) -> list[StepShape]:
-        """The shapes that most steps have: tokens alone, and prompts with and without them.
+        """List the most frequent shapes: decoding only, and prompts with and without decoding.
 
-        Together they use every kernel that a step of any shape uses.
+        Together they use every kernel that any shape uses.
         """
         most_rows = self.pages.num_rows
         alone = [choose_alone(n) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)]
@@ -313,7 +314,7 @@ class FusedRunner:
         return [*shapes, StepShape(choose_size(min(self.most_tokens, 2 * most_rows)), 0, many)]
 
     def launch(self, plan: Plan, tracks: Sequence[Track]) -> Flight:
-        """Start a step with these chunks; nothing of it is waited for."""
+        """Start a step with these chunks, asynchronously."""
         with self._on_device(), turns:
             if not self.apart:
                 return self._launch(plan, tracks)
@@ -322,7 +323,7 @@ class FusedRunner:
             return Ready(join_reports([report for flight in flights for report in flight.wait()]))
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """Kernels start where torch stands, which may be another GPU than the model's."""
+        """Make the model's GPU current, because kernels launch on torch's current device."""
         return torch.cuda.device(self.device) if self.on_gpu else nullcontext()
 
     def _launch(self, plan: Plan, tracks: Sequence[Track]) -> FusedFlight:
@@ -353,7 +354,7 @@ class FusedRunner:
         return FusedFlight(self, plan, group.order, group.num_alone, begins, stage, tops)
 
     def _find_group(self, plan: Plan, tracks: Sequence[Track]) -> _Group:
-        """How a plan is computed; the device learns of samples that are new to it."""
+        """Prepare a plan's step; send the settings of samples new to the device."""
         num_alone, order = int(np.count_nonzero(plan.count == 1)), None
         if num_alone < len(plan):
             order = put_alone_first(plan.count)
@@ -376,7 +377,7 @@ class FusedRunner:
         return step
 
     def _send_settings(self, plan: Plan, tracks: Sequence[Track]) -> None:
-        """Tell the device how rows are drawn whose samples it does not know yet."""
+        """Send the sampling settings of rows whose samples are new to the device."""
         self._settled[plan.row[plan.start == 0]] = -1
         is_new = plan.samples & (self._settled[plan.row] != plan.key)
         if not np.count_nonzero(is_new):
@@ -393,14 +394,14 @@ class FusedRunner:
             [track.seed for _, track in new],
             [track.num_new for _, track in new],
         )
-        # in one piece, whatever the type
+        # one transfer for all types
         rows = torch.from_numpy(plan.row[news])[None]
         packed = self._send(torch.cat([shares.view(torch.int64), counts, rows]))
         self.state.shares.index_copy_(1, packed[-1], packed[: len(shares)].view(torch.float64))
         self.state.counts.index_copy_(1, packed[-1], packed[len(shares) : -1])
         marked = [(row, track) for row, track in new if track.params.repetition_penalty != 1]
         if marked:
-            # what was recorded before the first of them knows nothing of marks
+            # graphs recorded before the mask is first allocated do not use it
             seen = torch.zeros((len(marked), self.config.vocab_size), dtype=torch.bool)
             for marks, (_, track) in zip(seen, marked, strict=True):
                 marks[track.tokens] = True
@@ -428,7 +429,7 @@ class FusedRunner:
         graph = step.graphs.get(kind)
         if graph is None:
             inputs, lengths = step.inputs.clone(), self.cache.lengths.clone()
-            # draw nothing; the step's tokens are computed again at the first replay
+            # no sampling; the step's tokens are computed again at the first replay
             step.sampled_row.fill_(-1)
             graph, _ = record_graph(
                 lambda: self._compute(step, plain, filtered), num_runs=1, pool=self.pool
@@ -439,7 +440,7 @@ class FusedRunner:
         return graph
 
     def _compute(self, step: Step, plain: bool, filtered: bool) -> None:
-        """The step itself, as it is recorded."""
+        """The work of one step, as recorded."""
         shape = step.shape
         if shape == (1, 1, 0) and self.single is not None:
             logits = self._compute_single(step)
@@ -475,7 +476,7 @@ class FusedRunner:
         return logits[None]
 
     def _find_tops(self, step: Step, most: int) -> tuple[Tensor, Tensor]:
-        """The most probable tokens of each place, on their way to the host."""
+        """Start copying each place's most probable tokens to the host."""
         assert step.logits is not None
         found = []
         for tensor in top_logprobs(step.logits, most):
@@ -486,11 +487,11 @@ class FusedRunner:
     def read(
         self, flight: FusedFlight, outcome: Outcome, tops: tuple[Tensor, Tensor] | None
     ) -> Report:
-        """The results of a finished round."""
+        """Read the results of a finished round."""
         plan, begins = flight.plan, flight.begins
         num_chunks, num_tokens = len(plan), int(begins[-1] + plan.count[-1])
         taken_RT = outcome.taken[:, :num_tokens]
-        # keys that a chunk stored in each routed block
+        # number of keys that each chunk stored in each routed block
         if num_chunks == num_tokens:
             kept_CR = taken_RT.T
         else:
@@ -505,14 +506,14 @@ class FusedRunner:
 def _read_drawn(
     samples: np.ndarray, outcome: Outcome, found: tuple[Tensor, Tensor] | None
 ) -> tuple[list[int | None], list[float], list[Top | None]]:
-    """The tokens that were drawn, their log-probabilities, and the most probable ones."""
+    """Read the sampled tokens, their log-probabilities, and the most probable tokens."""
     num_sampled = int(np.count_nonzero(samples))
     tops: list[Top | None] = [None] * num_sampled
     if found is not None:
         ids, values = (tensor[:num_sampled].tolist() for tensor in reversed(found))
         tops = list(zip(ids, values, strict=True))
     tokens, logprobs = (part[:num_sampled].tolist() for part in (outcome.token, outcome.logprob))
-    # tokens were asked for in the order in which their chunks stand
+    # results come in chunk order: insert entries for chunks that sample nothing
     for place in [] if num_sampled == len(samples) else np.flatnonzero(~samples).tolist():
         tokens.insert(place, None)
         logprobs.insert(place, 0.0)
@@ -523,7 +524,7 @@ def _read_drawn(
 def _read_taken(
     taken_RT: np.ndarray, plan: Plan, num_alone: int, begins: np.ndarray
 ) -> list[bytes]:
-    """The routed blocks of each chunk's tokens."""
+    """Read which routed blocks each chunk's tokens went through."""
     num_routes = len(taken_RT)
     if not num_routes:
         return [b""] * len(plan)
@@ -535,7 +536,7 @@ def _read_taken(
 
 
 def put_alone_first(counts: np.ndarray) -> np.ndarray | None:
-    """The order in which chunks of one token come before all others, if they do not already."""
+    """Return the order that puts chunks of one token first; None if they already are."""
     is_longer = counts > 1
     if not (is_longer[:-1] & ~is_longer[1:]).any():
         return None
@@ -543,7 +544,7 @@ def put_alone_first(counts: np.ndarray) -> np.ndarray | None:
 
 
 def choose_shape(plan: Plan, num_alone: int) -> StepShape:
-    """The shape of the step that has room for these chunks."""
+    """Return the smallest shape with room for these chunks."""
     num_chunks = len(plan) - num_alone
     if not num_chunks:
         size = choose_alone(num_alone)
@@ -559,13 +560,13 @@ def _fill(
     tracks: Sequence[Track],
     num_alone: int,
 ) -> np.ndarray:
-    """Write a step's inputs; returns where each chunk's tokens begin."""
+    """Write a step's inputs; return the index of each chunk's first token."""
     given, rows, positions, chunks, begin, chunk_row, count, sampled, num_sampled, to = parts
     begins = plan.count.cumsum() - plan.count
     rows.fill(-1)
     chunk_row.fill(-1)
     to.fill(-1)
-    # a lone token is a chunk of its own; a step still running may yet have to draw it
+    # -1 for a token that a step in flight has yet to sample
     alone = zip(tracks[:num_alone], plan.start[:num_alone].tolist(), strict=True)
     given[:num_alone] = [t.tokens[start] if len(t.tokens) > start else -1 for t, start in alone]
     rows[:num_alone] = chunk_row[:num_alone] = plan.row[:num_alone]
@@ -582,7 +583,7 @@ def _fill(
         first, place = end, place + 1
         begin[place] = end
     begin[place:] = count[0] = first
-    # the last token of each chunk that asks for one
+    # the last token of each chunk that samples
     ends = (begins + plan.count - 1)[plan.samples]
     sampled[: len(ends)] = ends
     sampled[len(ends) :] = 0
@@ -592,7 +593,7 @@ def _fill(
 
 
 def find_single_obstacle(config: ModelConfig) -> str | None:
-    """Why a sequence that is alone cannot be decoded by one kernel, or None where it can."""
+    """Say why the single-sequence kernel does not support this model; None if it does."""
     head_width = config.shape.head_width
     if config.qkv_bias:
         return "its queries, keys and values have biases"
@@ -602,7 +603,7 @@ def find_single_obstacle(config: ModelConfig) -> str | None:
 
 
 def choose_size(num_tokens: int) -> int:
-    """The number of tokens that a step with prompts is padded to."""
+    """Pad the number of tokens of a step with prompts."""
     for size in SIZES:
         if num_tokens <= size:
             return size
@@ -610,12 +611,12 @@ def choose_size(num_tokens: int) -> int:
 
 
 def choose_alone(num_tokens: int) -> int:
-    """The number of tokens that a step without prompts is padded to: a power of two."""
+    """Pad the number of tokens of a step without prompts to a power of two."""
     return 1 << (num_tokens - 1).bit_length()
 
 
 def choose_chunks(num_chunks: int) -> int:
-    """The number of chunks, alone or not, that a step with prompts is padded to."""
+    """Pad the number of chunks, of either kind, of a step with prompts."""
     for size in CHUNKS:
         if num_chunks <= size:
             return size

@@ -1,7 +1,7 @@
 """A model's weights and rules, laid out for whole-model kernels.
 
 Owns how weights are stacked, once per model: all engines share the stacks, and the model's own
-parameters are views of them. Knows nothing of the kernels' internals.
+parameters become views of them. Knows nothing of the kernels' internals.
 """
 
 import operator
@@ -34,7 +34,7 @@ class Stacks:
         self._places = self._find_places()
 
     def are_current(self) -> bool:
-        """Whether no parameter was moved or replaced."""
+        """Whether no parameter has been moved or replaced since."""
         # called for every request, so the loop runs in C (`map` over builtins)
         found = map(dict.get, self._owners, self._names)
         if not all(map(operator.is_, found, self._parameters)):
@@ -49,7 +49,7 @@ _STACKED: "WeakKeyDictionary[Transformer, Stacks]" = WeakKeyDictionary()
 
 
 def find_stacks(model: Transformer) -> Stacks:
-    """Return the model's stacked weights, stacking them if that is not done or out of date."""
+    """Return the model's stacked weights; restack them if missing or out of date."""
     stacks = _STACKED.get(model)
     if stacks is None or not stacks.are_current():
         stacks = _STACKED[model] = Stacks(model)
@@ -80,7 +80,7 @@ def stack_weights(model: Transformer) -> Weights:
         norm_query=_stack_some([[q] for q in queries]),
         norm_key=_stack_some([[k] for k in keys]),
         qkv_bias=_stack_some([row for row in biases if None not in row]),
-        # a weight with a single output row, and a bias of one number
+        # a weight with a single output row, or a bias with one element
         router=_squeeze(_stack_some([[d.router.weight] for d in routed])),
         predictor_in=_stack_some([[p.w_in.weight] for p in predictors]),
         predictor_out=_squeeze(_stack_some([[p.w_out.weight] for p in predictors])),

@@ -125,7 +125,7 @@ class Runner:
         return 0.0
 
     def forget(self) -> None:
-        """Nothing to do: after a failure the input is sent again anyway."""
+        """Nothing to discard: after a failure the input is sent again anyway."""
 
     def check_weights(self) -> None:
         """Nothing to check: the weights are read in place."""
@@ -156,7 +156,7 @@ class Runner:
         """Draw the next tokens; return each with its log-probability and the most probable ones."""
         tracks, done = [track for track, _ in asked], [d for _, d in asked]
         if all(track.params.is_plain for track in tracks):
-            # nothing to draw, and nothing to report but the token
+            # nothing to sample, and nothing to report but the token
             return [(token, 0.0, None) for token in _find_best(done)]
         logits = _list_logits(done)
         most = max(track.params.logprobs or 0 for track in tracks)
