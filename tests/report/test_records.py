@@ -29,8 +29,10 @@ def test_a_record_gives_the_row_of_its_folder(tmp_path: Path) -> None:
             )
             assert kept.provenance["data"] == {"hash": "abc"}
             assert len(kept.curve) == len(row.curve)
-    # a folder with a run in it is no folder of records
+    # a folder with a run in it is no folder of records, and one with records may have more runs
     assert [row.name for row in read_report_runs(tmp_path / "runs/b").rows] == ["b"]
+    append_records(rows[:1], tmp_path / "runs/some.jsonl")
+    assert read_report_runs(tmp_path / "runs").rows == rows
     record = json.loads(file.read_text().splitlines()[1])
     assert record["flops"] == {"full": rows[1].flops, "executed": rows[1].executed_flops}
     assert RunConfig.from_dict(record["config"]) == rows[1].config

@@ -11,17 +11,18 @@ from typing import Any
 from depthmix.config import RunConfig
 from depthmix.files import parse_json, replace_file
 from depthmix.report.load import Head, Row, Runs, SkippedRun, collect_runs, load_runs, make_row
+from depthmix.runs import find_runs
 
 RECORDS = "*.jsonl"
 MILLI = 1e-3
 
 
 def read_report_runs(source: str | Path) -> Runs:
-    """Run folders in a folder and below, or records: of a .jsonl file, or of a folder of such."""
+    """Run folders in a folder and below, or records: of a .jsonl file, or a folder without runs."""
     path = Path(source)
     files = [path] if path.suffix == ".jsonl" and path.is_file() else sorted(path.glob(RECORDS))
-    # a run's own metrics are no records of runs
-    if not files or (path / "config.toml").exists():
+    # runs count for themselves: they may be newer than records, and have metrics of this suffix
+    if not files or next(find_runs(path), None) is not None:
         return load_runs(source)
     return load_records(files, str(source))
 
