@@ -1,4 +1,4 @@
-"""Fast kernels, above all for moving tokens in and out of routed blocks; picks the implementation.
+"""Fast kernels, mainly for moving tokens into and out of routed blocks; picks the implementation.
 
 `reference` defines correctness. Knows nothing of models or configurations.
 """

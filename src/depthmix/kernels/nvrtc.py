@@ -1,7 +1,7 @@
-"""CUDA C++ that is compiled when it is first needed, for what Triton has no words for.
+"""CUDA C++ kernels, compiled at first use, for what cannot be expressed in Triton.
 
 Owns compilation and launches. Knows nothing of what a kernel computes. Needs `cuda.bindings`, which
-CUDA builds of torch bring along.
+CUDA builds of torch include.
 """
 
 import ctypes
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 Launch = Callable[[ctypes.Structure, int], None]
-"""Launches a kernel with its argument and a number of programs."""
+"""Launches a kernel, given its argument and the number of programs."""
 
 
 @functools.cache
 def find_obstacle(device: torch.device) -> str | None:
-    """Why this device cannot run such kernels, or None if it can."""
+    """Say why this device cannot run such kernels; None if it can."""
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return "it is not a CUDA device"
     if torch.cuda.get_device_capability(device) < (9, 0):
@@ -39,15 +39,15 @@ def compile_kernel(
     num_threads: int,
     shared_bytes: int,
 ) -> Launch:
-    """Compile a kernel whose only argument is a structure, by value; once for each device.
+    """Compile a kernel whose only argument is a structure, passed by value; cached per device.
 
-    Its programs are launched together or not at all, so that they can wait for each other.
+    All programs of a launch are resident at the same time, so they can wait for each other.
     """
     driver = import_module("cuda.bindings.driver")
     major, minor = torch.cuda.get_device_capability(device)
     binary = _compile(source, name, defines, f"sm_{major}{minor}")
     with torch.cuda.device(device):
-        # creates the device's context, if nothing has yet
+        # creates the device's context, if there is none yet
         torch.cuda.current_stream().synchronize()
         module = _check(driver.cuModuleLoadData(binary))
         kernel = _check(driver.cuModuleGetFunction(module, name.encode()))
@@ -89,7 +89,7 @@ def _compile(
 
 
 def _check(result: tuple[Any, ...]) -> Any:
-    """The value of a call, which returns an error code first."""
+    """Return the values of a driver call; raise if its error code is not 0."""
     status, *values = result
     if int(status):
         raise RuntimeError(f"CUDA reports {status.name}")

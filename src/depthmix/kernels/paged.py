@@ -1,8 +1,8 @@
 """Attention over a paged cache on the device, in fixed shapes: a decoding step.
 
 Every sequence provides at most one key and one query. A routed block caches only the tokens that
-it kept, so each row has its own length, and a row that is not kept costs a program that exits at
-once. On CUDA this is Triton; elsewhere, the reference implementation that Triton must match.
+it kept, so each row has its own length; the program of a row that is not kept exits at once. On
+CUDA this is Triton; elsewhere, the reference implementation that Triton must match.
 """
 
 import torch

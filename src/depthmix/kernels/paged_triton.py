@@ -152,9 +152,9 @@ def _attend_alone(
 ):
     """One part of one row's context, with one query per key head.
 
-    Every place in a block keeps its own softmax over the tokens that fall on it, so that before the
-    end only the products of query and key are summed across threads. The last program to finish a
-    head's parts sums them, always in the same order.
+    Every place in a block has its own softmax over its tokens, so only the products of query and
+    key are summed across threads before the end. The last program to finish a head's parts sums
+    them, always in the same order.
     """
     group = tl.program_id(1)
     part = tl.program_id(2)

@@ -16,9 +16,9 @@ Result = TypeVar("Result")
 WARMUP_RUNS = 3
 
 turns = threading.RLock()
-"""Held while work is recorded or launched, where threads have engines of their own: captures share
-a stream, and kernels whose programs wait for each other must not meet others of their kind on two
-streams, or none would have all its programs running."""
+"""Held while work is recorded or launched, since each thread may have an engine. Captures share a
+stream. And if two kernels whose programs wait for each other ran on two streams, each might occupy
+part of the device, and neither would have all its programs running."""
 
 
 @contextmanager

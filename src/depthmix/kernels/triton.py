@@ -1,4 +1,4 @@
-"""Triton versions of what `torch.compile` does not do well; same names as in `reference`.
+"""Triton kernels where `torch.compile` is slow; same names as in `reference`.
 
 Each kernel here was benchmarked against Inductor's compilation of the reference and won
 (results/kernels.md has both numbers); kernels that lost were deleted.

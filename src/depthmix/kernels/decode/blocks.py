@@ -1,12 +1,12 @@
-"""All blocks of a model for the tokens of one step, by kernels that never ask the host.
+"""All blocks of a model for the tokens of one step, by kernels that never wait for the host.
 
-A step's tokens belong to several sequences and stand one after the other, cut into chunks: first
-those that are alone in their row, as in decoding, then parts of prompts. Each block has places for
-the tokens that take part in it. How many there are is known on the device, and what lies beyond
-them ends at once, so that a routed block costs what it keeps.
+A step's tokens belong to several sequences and are concatenated, divided into chunks: first the
+chunks of one token (`alone`), as in decoding, then parts of prompts. In each block, the tokens that
+take part occupy places. Their number is known only on the device, and programs for places past it
+exit at once, so a routed block's cost depends on the number of tokens it keeps.
 
-Owns the order of the kernels and their buffers. Knows nothing of models, of graphs or of sampling:
-it takes stacked tensors and numbers.
+Owns the order of the kernels and their buffers. Knows nothing of models, graphs or sampling: it
+takes stacked tensors and numbers.
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ from depthmix.kernels.decode.plan import Rules, Weights, check_model
 from depthmix.kernels.decode.routed import BLOCK_ROWS, FewRows, Places
 from depthmix.kernels.decode.stream import StreamedBlocks, find_obstacle
 
-# Tokens of a step, or places that a routed block will have in it, up to which products of few rows
-# are faster: these take 16 at a time, and a block may have more than its share.
+# Maximum tokens of a step, or expected places of a routed block, for which products of few rows are
+# faster: these process 16 rows at a time, and a block may keep more than expected.
 FEW_TOKENS, FEW_PLACES = 16, 13
-# Tokens of a step and bytes of weights up to which a routed block projects all tokens while it is
-# decided which are kept: larger weights would keep the decision waiting for memory
+# Maximum tokens of a step, and bytes of weights, for which a routed block projects all tokens while
+# the kept ones are chosen: larger weights would keep that kernel waiting for memory.
 MOST_BESIDE, LIGHT_BYTES = 64, 8 << 20
-# Tokens of a step up to which all blocks are one launch, without routed blocks and with them: a
-# launch for sixteen costs more, and pays where blocks are skipped
+# Maximum tokens of a step for which all blocks run in one launch, without and with routed blocks: a
+# launch for sixteen tokens costs more, and is worth it only if blocks are skipped.
 MOST_STREAMED = (8, 16)
-# how many times as many rows as the capacity asks for may come before attention slows down
+# number of rows that attention is tuned for, relative to the number that the capacity suggests
 SLACK = 2
 
 
@@ -43,14 +43,14 @@ class Tokens(NamedTuple):
     """Its row of the cache."""
     position: Int[Tensor, " T"]
     chunk: Int[Tensor, " T"]
-    """The chunk that it belongs to."""
+    """Its chunk."""
     begin: Int[Tensor, " chunks_and_one"]
-    """First token of each chunk, and in the end the number of tokens."""
+    """First token of each chunk, followed by the number of tokens."""
     chunk_row: Int[Tensor, " chunks"]
     """Row of each chunk."""
     num_tokens: Int[Tensor, " 1"]
     sampled: Int[Tensor, " S"]
-    """Tokens whose logits are asked for, the first ones of so many."""
+    """Tokens whose logits are requested; only the first `num_sampled` count."""
     num_sampled: Int[Tensor, " 1"]
 
 
@@ -77,7 +77,7 @@ class Blocks:
         most_sampled: int,
         newest: Int[Tensor, " rows"],
     ) -> None:
-        """`newest` is where the newest token of each row stands."""
+        """`newest` holds the newest token of each row."""
         check_model(weights, rules, pools.key.shape[0], pools.key.shape[3])
         self.newest = newest
         self.weights, self.rules, self.pools = weights, rules, pools
@@ -100,24 +100,24 @@ class Blocks:
         self.x, self.update, self.more = (make(most_tokens, width) for _ in range(3))
         self.normed = make(max(most_tokens, most_sampled), width)
         self.qkv = make(most_tokens, num_projected)
-        # of all tokens of a step without prompts, kept or not
+        # of all tokens of a step without prompts, whether kept or not
         self.projected = make(min(most_tokens, most_sampled), num_projected)
         self.qkv_bytes = num_projected * width * weights.w_qkv.element_size()
         self.mixed = make(most_tokens, weights.w_attn_out.shape[2])
         self.wide = make(most_tokens, num_in)
         self.hidden = make(most_tokens, mlp_width)
-        # rows of whole cache lines: a product that writes others takes eight times as long
+        # rows padded to whole cache lines: without that, the product takes eight times as long
         self.logits = make(most_sampled, -(-num_classes // 64) * 64)[:, :num_classes]
         self.few_logits = make(FEW_TOKENS, num_classes)
         self.score, self.wish = (make(most_tokens, dtype=torch.float32) for _ in range(2))
         self.ones = torch.ones(most_tokens, device=device)
-        # products look at so many at least
+        # products read at least this many indices
         num_places = max(most_tokens, most_sampled, BLOCK_ROWS.value)
         self.order = torch.arange(num_places, device=device, dtype=torch.int32)
         self.index = make(num_places, dtype=torch.int32)
         self.count = make(1, dtype=torch.int32)
         self.gate = make(most_tokens, dtype=torch.float32)
-        # of this block and the last one, where who left does not return
+        # of this routed block and the previous one, needed if a token that left cannot return
         self.slots = make(2, most_tokens, dtype=torch.int32)
         route_of_layer = [-1] * num_layers
         for route, layer in enumerate(rules.routed_layers):
@@ -129,7 +129,7 @@ class Blocks:
     ) -> Float[Tensor, "S V"]:
         """Logits of the requested tokens; `taken` records which routed blocks each token took.
 
-        The first `num_alone` chunks hold a token each, or none; `num_chunks` more may hold many.
+        The first `num_alone` chunks have at most one token; `num_chunks` more have any number.
         """
         weights, rules, pools = self.weights, self.rules, self.pools
         x = self.begin(tokens)
@@ -142,7 +142,7 @@ class Blocks:
         firsts = torch.empty(
             (num_routes, tokens.begin.shape[0]), device=x.device, dtype=torch.int32
         )
-        # whether the norm that the next block begins with stands ready, for all tokens
+        # whether all tokens are already normalized for the next block
         is_prepared = False
         for layer in range(weights.w_qkv.shape[0]):
             if layer in self.capacity:
@@ -154,7 +154,7 @@ class Blocks:
         return self._make_logits(x, tokens, is_prepared)
 
     def begin(self, tokens: Tokens) -> Float[Tensor, "T D"]:
-        """Find the step's tokens and their embeddings; sequences that begin have an empty cache."""
+        """Find the step's tokens and embed them; empty the rows of sequences that start."""
         num_tokens = tokens.given.shape[0]
         x = self.x[:num_tokens]
         places.begin_step(
@@ -193,7 +193,7 @@ class Blocks:
         num_chunks: int,
         is_prepared: bool,
     ) -> bool:
-        """One dense block; whether x is prepared for what follows, as `is_prepared` says for it."""
+        """Run a dense block; return whether x is prepared for what follows, as `is_prepared`."""
         weights, eps, num_tokens = self.weights, self.rules.norm_eps, x.shape[0]
         normed, qkv = self.normed[:num_tokens], self.qkv[:num_tokens]
         mixed = self.mixed[:num_tokens]
@@ -236,7 +236,7 @@ class Blocks:
         *,
         beside: bool = False,
     ) -> None:
-        """Queries, keys and values of all tokens, whose norms stand ready."""
+        """Queries, keys and values of all tokens, which are already normalized."""
         source, prepared = self.normed[: x.shape[0]], None
         if is_prepared and x.shape[0] <= FEW_TOKENS:
             source, prepared = self.few.shaped, "update"
@@ -244,9 +244,9 @@ class Blocks:
         self.few.multiply("plain", source, w_qkv, qkv, everyone, prepared=prepared, beside=beside)
 
     def _find_norm(self, layer: int, tokens: Tokens, num_chunks: int) -> Tensor | None:
-        """The norm that all tokens meet next, where one follows: of a block or the head."""
+        """The next norm applied to all tokens, of a block or the head; None if there is none."""
         if layer == self.weights.w_qkv.shape[0]:
-            # products of few rows prepare it for another one; elsewhere few tokens are asked for
+            # only products of few rows prepare it; otherwise only few tokens need logits
             most = max(tokens.given.shape[0], tokens.sampled.shape[0])
             return self.weights.norm if most <= FEW_TOKENS else None
         if layer in self.capacity and self._choose_way(tokens, num_chunks) in ("kept", "gather"):
@@ -254,12 +254,13 @@ class Blocks:
         return self.weights.norm_attention[layer]
 
     def _choose_way(self, tokens: Tokens, num_chunks: int) -> str:
-        """How a routed block finds its queries, keys and values.
+        """Choose how a routed block computes its queries, keys and values.
 
-        With prompts, only for kept tokens (`kept`). Without them every token is a chunk of its own,
-        and projecting all tokens takes as long as projecting the kept ones: the time to read the
-        weights. Light weights are read while the router decides (`beside`), heavier ones before it
-        (`all`). With few tokens (`gather`) often none is kept, and nothing has to be read.
+        With prompts, only kept tokens are projected (`kept`). Without prompts, every token is its
+        own chunk, and projecting all tokens takes as long as projecting the kept ones, since
+        reading the weights dominates. Light weights are read while the tokens are chosen
+        (`beside`), heavier ones before (`all`). With few tokens (`gather`), often none is kept, and
+        no weights need to be read.
         """
         num_tokens = tokens.given.shape[0]
         if num_chunks or num_tokens > min(self.projected.shape[0], self.few.num_rows):
@@ -290,7 +291,7 @@ class Blocks:
             slot=self.slots[route % 2, :num_tokens],
             first=firsts[route],
             taken=taken[route],
-            # one for each block: it may have been written after a kernel that reads it was asked
+            # one buffer per block: a kernel that reads it may be launched before it is written
             alone=torch.empty(num_alone, device=x.device, dtype=torch.int32),
         )
         previous = None
@@ -299,7 +300,7 @@ class Blocks:
         normed, qkv = self.normed[:num_tokens], self.qkv[:num_tokens]
         mixed = self.mixed[:num_tokens]
         few = expected <= FEW_PLACES and num_tokens <= self.few.num_rows
-        # those who are alone, of whom a block keeps its share
+        # kept tokens to expect among those alone in their row, with slack
         busy = max(1, round(SLACK * self.capacity[layer] * num_alone))
         decides = (x, layer, tokens.position, tokens.row, previous, kept)
         way, w_qkv = self._choose_way(tokens, num_chunks), weights.w_qkv[layer]

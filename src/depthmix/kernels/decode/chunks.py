@@ -32,7 +32,7 @@ PROGRAMS = 128
 
 
 class ChunkTuning(NamedTuple):
-    """How attention is divided; this changes results by rounding only."""
+    """How attention is divided; this affects results only by rounding."""
 
     block_m: int
     """Queries per program, a power of two, at least 16."""

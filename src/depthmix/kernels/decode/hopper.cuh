@@ -1,10 +1,10 @@
-// What the device offers that C++ has no words for: copies in the background, barriers, and
-// products of small matrices. Tests replace this file by one for a CPU.
+// Device features that C++ cannot express: asynchronous copies, barriers, and products of small
+// matrices. Tests replace this file by one for a CPU.
 
 typedef unsigned short number_t;  // a weight: the bits of a bf16 or of an fp16
 typedef unsigned long long policy_t;
 
-// polls of a barrier after which something must be wrong: an error is better than to hang
+// polls of a barrier after which to trap: an error is better than a hang
 constexpr unsigned PATIENCE = 1u << 24;
 
 struct Words {
@@ -17,7 +17,7 @@ __device__ __forceinline__ unsigned find_shared(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// --- numbers of 16 bits, two to a word -----------------------------------------------------------
+// --- 16-bit numbers, two per word ----------------------------------------------------------------
 
 __device__ __forceinline__ float widen(float value) { return value; }
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ void multiply_small(
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// --- memory that other programs write: past the first-level cache, which may be stale ------------
+// --- memory written by other programs: bypass the L1 cache, which may be stale -------------------
 
 __device__ __forceinline__ Words load_words(const void* pointer) {
   const uint4 words = __ldcg(static_cast<const uint4*>(pointer));
@@ -84,7 +84,7 @@ __device__ __forceinline__ Words load_words(const void* pointer) {
 __device__ __forceinline__ float load_fresh(const float* pointer) { return __ldcg(pointer); }
 __device__ __forceinline__ int load_fresh(const int* pointer) { return __ldcg(pointer); }
 __device__ __forceinline__ number_t load_fresh(const number_t* pointer) { return __ldcg(pointer); }
-// what nobody writes meanwhile
+// for memory that is not written in the meantime
 __device__ __forceinline__ Words load_constant(const void* pointer) {
   const uint4 words = __ldg(static_cast<const uint4*>(pointer));
   return {words.x, words.y, words.z, words.w};
@@ -97,25 +97,25 @@ __device__ __forceinline__ void store_words(void* pointer, const Words& words) {
   *static_cast<uint4*>(pointer) = make_uint4(words.x, words.y, words.z, words.w);
 }
 
-// --- threads of a warp, and of a program ---------------------------------------------------------
+// --- threads of a warp and of a program ----------------------------------------------------------
 
 __device__ __forceinline__ float shuffle(float value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 __device__ __forceinline__ unsigned vote(bool wish) { return __ballot_sync(0xffffffffu, wish); }
-// what another lane has
+// another lane's value
 __device__ __forceinline__ int ask_lane(int value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
 __device__ __forceinline__ void meet_warp() { __syncwarp(); }
-// the first so many threads of the program
+// only the program's first THREADS threads
 template <int THREADS>
 __device__ __forceinline__ void meet_threads() {
   asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
 __device__ __forceinline__ void meet_all() { __syncthreads(); }
 
-// --- counters that all programs share ------------------------------------------------------------
+// --- counters shared by all programs -------------------------------------------------------------
 
 __device__ __forceinline__ void arrive_at(unsigned* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
@@ -135,7 +135,7 @@ __device__ __forceinline__ unsigned count_up(unsigned* counter) {
                : "memory");
   return before;
 }
-// a number in shared memory that another thread of the program will make 0 or more
+// wait until another thread of the program makes a number in shared memory 0 or more
 __device__ __forceinline__ int await_shared(const int* pointer) {
   int value;
   unsigned polls = 0;
@@ -153,7 +153,7 @@ __device__ __forceinline__ void publish(int* pointer, int value) {
                : "memory");
 }
 
-// --- copies in the background --------------------------------------------------------------------
+// --- asynchronous copies -------------------------------------------------------------------------
 
 struct Gate {
   unsigned long long state;  // an mbarrier
@@ -187,7 +187,7 @@ __device__ __forceinline__ void await_gate(Gate* gate, unsigned parity) {
     if (++polls > PATIENCE) __trap();
   } while (!passed);
 }
-// weights are read once: the second-level cache need not keep them
+// weights are read once, so the L2 cache need not keep them
 __device__ __forceinline__ policy_t make_policy() {
   policy_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -37,7 +37,7 @@ BLOCK_PACKED, BLOCK_COUNTED = 1024, 4096
 
 
 class PlaceTuning(NamedTuple):
-    """How `multiply_places` divides a product; this changes results by rounding only."""
+    """How `multiply_places` divides a product; this affects results only by rounding."""
 
     block_m: int
     """Places of a tile, a power of two and at least 16; at least 64 for warp-group products."""

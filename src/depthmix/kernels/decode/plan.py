@@ -1,4 +1,4 @@
-"""What the decoding kernel is compiled for: a model's tensors and rules, and the tiling.
+"""Compile-time configuration of the decoding kernel: a model's tensors and rules, and the tiling.
 
 Owns tile sizes and the validation of the inputs. Knows nothing of the kernel's stages.
 """
@@ -70,18 +70,18 @@ class Weights(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What the tensors do not determine."""
+    """Properties of a model that its tensors do not determine."""
 
     num_heads: int
     norm_eps: float = 1e-6
     routed_layers: tuple[int, ...] = ()
     """Indices of the routed blocks, in order."""
     selector: str = "all"
-    """What decides: `router`, `predictor`, or `all` to run every block."""
+    """What makes the routing decisions: `router`, `predictor`, or `all` to run every block."""
     gate: str = "raw"
     """The factor of a routed block's update: raw, sigmoid, tanh1 or unit."""
     normalize: bool = True
-    """The router scores x / rms(x)."""
+    """Whether the router scores x / rms(x) instead of x."""
     first_tokens: int = 0
     """Positions before this one are always kept."""
     early_exit: bool = False
@@ -89,10 +89,10 @@ class Rules(NamedTuple):
 
 
 class StepTuning(NamedTuple):
-    """How the work is divided; this changes results by rounding only."""
+    """How the work is divided; this affects results only by rounding."""
 
     num_programs: int
-    """All of them must be resident on the device at once."""
+    """Number of programs; all must be resident on the device at once."""
     num_warps: int = 4
     max_registers: int = 255
     """Per thread: at the maximum, two programs of four warps fit on a multiprocessor."""
@@ -103,7 +103,7 @@ class StepTuning(NamedTuple):
     chunk: int = 32
     """Tokens that attention reads at a time."""
     max_splits: int = 16
-    """Most parts of the context that are processed in parallel."""
+    """Maximum number of parts of the context that are processed in parallel."""
 
 
 @functools.cache
@@ -140,7 +140,7 @@ def cut_matrix(
 def choose_tuning(device: torch.device, width: int, num_heads: int) -> StepTuning:
     """The fastest tuning on an H200 (results/decode.md); one program in the interpreter."""
     if device.type != "cuda":
-        # programs run one after another there, so none could ever wait for another
+        # programs run one after another there, so none can wait for another
         return StepTuning(num_programs=1)
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     num_programs = 2 * num_processors

@@ -1,4 +1,4 @@
-"""A block for few tokens: which of them take part, and products that read each weight once.
+"""A block for few tokens: choosing those that take part, and products that read each weight once.
 
 With few rows, a block is bound by reading its weights and by the gaps between kernels. Here it is
 one deciding kernel, and four products that read each weight once for up to 16 rows, each fused with
@@ -34,10 +34,10 @@ FEW_PROCESSORS = 3
 
 
 class RowTuning(NamedTuple):
-    """How a kernel divides its weights; this changes results by rounding only."""
+    """How a kernel divides its weights; this affects results only by rounding."""
 
     most_rows: int = 16
-    """Most rows of weights per program, a power of two; with partners, of each."""
+    """Maximum rows of weights per program, a power of two; with partners, of each."""
     block: int = 256
     """Columns loaded at a time, a power of two; a quarter of that for 32-bit numbers, which are
     multiplied in registers. A device reads at its full rate while about 40 KiB of weights are in

@@ -229,7 +229,7 @@ def _sum_rows(tile, vector, weight, row, end, x, x_more, norm, cut: tl.constexpr
         # visibly a multiple, or the compiler assumes an arbitrary mask and does not vectorise
         next_column = (block + 1) % num_blocks * columns
         part_upper = _sum_inside(tile[0], vector, weight, cut)
-        # no load is moved up across this
+        # prevents the compiler from moving loads up across this point
         tl.debug_barrier()
         next_upper = _load_half(weight, next_row, end, next_column, 0, cut)
         part_lower = _sum_inside(tile[1], vector, weight, cut)
@@ -275,7 +275,7 @@ def apply_gate(score, gate: tl.constexpr):
         # 1 + tanh(r)
         weight = 2.0 * tl.sigmoid(2.0 * score)
     else:
-        # a gate that is added elsewhere but not here must not be mistaken for another
+        # fail if a new gate is not implemented here, instead of applying another
         tl.static_assert(gate == "unit")
         weight = score * 0.0 + 1.0
     return weight

@@ -165,7 +165,7 @@ def _decode(
             target = tl.where(asks == 1, ahead, tl.where(kept == 1, layer, -1))
         wanted = (target >= 0) & (target != ready)
         target_64 = tl.cast(tl.maximum(target, 0), tl.int64)
-        # weights depend on nothing: their first loads are in flight while other programs arrive
+        # weights have no dependencies: their first loads are in flight while other programs arrive
         w_target = w_qkv + target_64 * qkv_size
         norm_row = norm_attention + target_64 * plan.width
         scale_D = load_norm(norm_row, wanted, qkv_cut)
@@ -210,7 +210,7 @@ def _decode(
                     plan.predictor_block,
                 )
             if wanted:
-                # keys and values already stored depend on nothing either
+                # stored keys and values have no dependencies either
                 key, value = load_context(key_pages, value_pages, context, heads)
             wait(counter, stage * plan.num_programs)
             if plan.selector == "predictor":  # noqa: SIM102

@@ -1,21 +1,21 @@
-// Blocks for a few tokens in one launch, with weights that never stop arriving.
+// Blocks for a few tokens in one launch, with weights prefetched all the time.
 //
-// Each multiprocessor runs one program. A program has its share of the rows of every matrix. One
-// of its warps copies these rows into a ring of shared memory, as far ahead as there is room; the
-// other warps multiply what has arrived. So while the programs wait for each other between two
-// products, the weights of the next ones are on their way, and the device's memory does not rest.
+// Each multiprocessor runs one program, which owns a share of the rows of every matrix. One of its
+// warps copies these rows into a ring of shared memory, as far ahead as there is room; the other
+// warps multiply what has arrived. While the programs wait for each other between two products, the
+// weights of the next ones are already being loaded, so the memory bus stays busy.
 //
 // The kernel also decides which tokens each routed block keeps. Both kinds of warps follow the same
 // path through the blocks: see `Path`.
 
-constexpr int WARPS = NUM_WARPS;     // that multiply
-constexpr int THREADS = 32 * WARPS;  // of them
-constexpr int ROWS = 16;             // of weights in a tile
+constexpr int WARPS = NUM_WARPS;     // warps that multiply
+constexpr int THREADS = 32 * WARPS;  // their threads
+constexpr int ROWS = 16;             // rows of weights in a tile
 constexpr int PIECE = 1024;          // columns of a tile in one part of the ring
-constexpr int STRIDE = 2 * PIECE + 64;  // bytes from row to row: two rows have other banks
+constexpr int STRIDE = 2 * PIECE + 64;  // bytes between rows: neighbours use other banks
 constexpr int PART = ROWS * STRIDE;     // bytes of a part of the ring
 constexpr int EACH = PIECE / WARPS;     // columns of a part that a warp multiplies
-constexpr int GROUPS = TOKENS / 8;      // of eight tokens, as a product takes them
+constexpr int GROUPS = TOKENS / 8;      // groups of eight tokens, the unit of a matrix product
 constexpr float ROUTER_EPS = 1e-6f;
 constexpr float LOWEST = -1e30f;  // below any score, but finite
 
@@ -25,8 +25,8 @@ constexpr int MIXED = NUM_HEADS * HEAD_WIDTH;
 constexpr int SHARING = NUM_HEADS / NUM_KV_HEADS;
 constexpr int QUERIES = SHARING % 4 == 0 ? 4 : SHARING % 3 == 0 ? 3 : SHARING % 2 == 0 ? 2 : 1;
 constexpr int SETS = SHARING / QUERIES;
-constexpr int UNITS_EACH = NUM_KV_HEADS * SETS;  // units of attention of a token
-constexpr int LANES = HEAD_WIDTH / 8;            // that hold a head, eight elements each
+constexpr int UNITS_EACH = NUM_KV_HEADS * SETS;  // units of attention per token
+constexpr int LANES = HEAD_WIDTH / 8;            // lanes per head, with eight elements each
 constexpr int ABREAST = 32 / LANES;              // keys that a warp reads at a time
 constexpr int TURNS = SPAN / ABREAST > 0 ? SPAN / ABREAST : 1;
 
@@ -64,7 +64,7 @@ struct Task {
   const int* num_sampled;
   float* logits;
   unsigned char* taken;
-  // what programs leave for each other
+  // passed between programs
   float* qkv;
   number_t* mixed;
   number_t* stream;
@@ -80,7 +80,7 @@ struct Task {
   int max_pages;  // of a row
   int logits_stride;
   int first_tokens;
-  int ahead;  // most tokens for which a routed block is expected to keep none
+  int ahead;  // number of tokens up to which a routed block is expected to keep none
   float norm_eps;
 };
 
@@ -88,11 +88,11 @@ struct Task {
 struct Item {
   int total;  // of all tokens, heads and parts
   int token, unit, part, num_parts;
-  int first;  // number of the first part of these heads
+  int first;  // index of the first part of these heads
   int length, from, to;
 };
 
-// what the threads of a program share
+// shared by the threads of a program
 struct Shared {
   Gate full[PARTS];
   Gate empty[PARTS];
@@ -104,18 +104,18 @@ struct Shared {
   float mixed[TOKENS][OWN_ROWS];
   int row[TOKENS];              // of the cache
   int position[TOKENS];
-  unsigned all;                 // tokens, as bits
+  unsigned all;                 // bit mask of the tokens
   int lengths[NUM_LAYERS][TOKENS];
-  Item items[NUM_LAYERS];  // this program's first one where all tokens are kept
+  Item items[NUM_LAYERS];  // this program's first item if all tokens are kept
   float phases[TOKENS][HEAD_WIDTH];
-  int kept[NUM_ROUTES];  // which tokens a routed block keeps, as bits; -1 until it is known
+  int kept[NUM_ROUTES];  // bit mask of the tokens that a routed block keeps; -1 until decided
   int is_last;
 };
 constexpr int RING_BYTES = PARTS * PART;
-constexpr int SHARES = THREADS / (ROWS * TOKENS);  // threads that add up a number of a tile
-constexpr int TOKEN_SUMS = ROWS + 4;  // with room, so that threads have other banks
+constexpr int SHARES = THREADS / (ROWS * TOKENS);  // threads that sum one element of a tile
+constexpr int TOKEN_SUMS = ROWS + 4;  // padded to avoid bank conflicts
 constexpr int WARP_SUMS = TOKENS * TOKEN_SUMS + 32 / SHARES;
-constexpr int TILE_SUMS = WARPS * WARP_SUMS;  // sums of a tile, one for each warp
+constexpr int TILE_SUMS = WARPS * WARP_SUMS;  // partial sums of a tile, from all warps
 constexpr int MIX_SUMS = WARPS * QUERIES * (HEAD_WIDTH + 2);
 constexpr int SUMS_BYTES = 4 * (2 * TILE_SUMS > MIX_SUMS ? 2 * TILE_SUMS : MIX_SUMS);
 
@@ -125,16 +125,16 @@ __device__ __forceinline__ int find_share(int program, int number) {
 
 // --- the path through the blocks -----------------------------------------------------------------
 
-// What is computed next. Both kinds of warps follow it, so its decisions depend on nothing else
-// than what all programs know.
+// What to compute next. Both kinds of warps follow it, so it depends only on what all programs
+// know.
 struct Path {
   int layer;
-  int route;     // of this block among routed blocks, or -1
+  int route;     // index among routed blocks, or -1
   int target;    // block whose queries, keys and values are projected next, or -1
   bool asks;     // whether the block has to decide
-  int ready;     // block whose queries, keys and values are there
+  int ready;     // block whose queries, keys and values are projected already
   unsigned mask;  // tokens that the block keeps
-  unsigned alive;  // tokens that may pass routed blocks
+  unsigned alive;  // tokens that may enter routed blocks
 
   __device__ void begin(const Task& task, unsigned valid, int number) {
     layer = number;
@@ -143,7 +143,7 @@ struct Path {
     mask = valid;
     target = layer;
     if (asks && task.num_tokens <= task.ahead) {
-      // the block is probably skipped: the next one's product need not wait for the decision
+      // the block will probably be skipped: project the next one without waiting for the decision
       const bool is_dense = layer + 1 < NUM_LAYERS && ROUTES[layer + 1] < 0;
       target = is_dense ? layer + 1 : -1;
     }
@@ -177,7 +177,7 @@ struct Copier {
   policy_t policy;
   int lane;
 
-  // this program's rows of a matrix; with a partner, row by row beside those of the other half
+  // this program's rows of a matrix; with partners, gate and up rows in two halves of each tile
   template <int COLUMNS, bool PAIRED>
   __device__ void copy(const number_t* matrix, int num_rows) {
     const int first = find_share(blockIdx.x, num_rows);
@@ -218,7 +218,7 @@ struct Copier {
     copy<MLP_WIDTH, false>(task.w_mlp_out + 1LL * layer * WIDTH * MLP_WIDTH, WIDTH);
   }
 
-  // all blocks for some tokens, and the head: as `Worker::run`
+  // all blocks and the head, in the same order as `Worker::run`
   __device__ void run(const Task& task, Path& path, unsigned valid) {
     unsigned num_asked = 0;
     for (int layer = 0; layer < NUM_LAYERS; layer++) {
@@ -240,8 +240,8 @@ struct Copier {
     copy<WIDTH, false>(task.head, NUM_CLASSES);
   }
 
-  // which tokens a block keeps, from what all programs foresaw; known here first, because the
-  // weights of the next block are asked for here
+  // Which tokens a block keeps, from the units of the predictor computed by all programs. This warp
+  // decides first, because it loads the next block's weights.
   __device__ int decide(const Task& task, const Path& path, unsigned num_asked) {
     if (!ASKS_PREDICTOR) return ask_lane(lane ? 0 : await_shared(&shared->kept[path.route]), 0);
     const int num_units = min(NUM_UNITS, static_cast<int>(gridDim.x));
@@ -265,19 +265,19 @@ struct Copier {
 
 // --- multiplying ---------------------------------------------------------------------------------
 
-constexpr int HALVES = EACH / 32;  // of a warp's columns
+constexpr int HALVES = EACH / 32;  // 32-column steps of a warp's columns
 constexpr int LONGER = WIDTH > MIXED ? WIDTH : MIXED;
-constexpr int PIECES = (LONGER + PIECE - 1) / PIECE;  // of a vector, but for an MLP's
+constexpr int PIECES = (LONGER + PIECE - 1) / PIECE;  // of a vector, except the MLP's hidden one
 constexpr int MLP_PIECES = (MLP_WIDTH + PIECE - 1) / PIECE;
-// whether each warp has all its columns of a piece, or none
+// whether each warp has either all its columns of a piece or none
 constexpr bool IS_EVEN = WIDTH % EACH == 0 && MIXED % EACH == 0 && MLP_WIDTH % EACH == 0;
-constexpr int HELD = MLP_PIECES < 3 ? MLP_PIECES : 3;  // of these, while others are multiplied
+constexpr int HELD = MLP_PIECES < 3 ? MLP_PIECES : 3;  // of these, prefetched
 
-// A thread's columns of a piece of a vector, and of one for each of its tokens.
+// A thread's columns of a piece of a norm, and of a piece of its tokens' vectors.
 using Scale = Words[HALVES];
 using Piece = Words[HALVES][GROUPS];
 
-// The stages of a block, and the last one, whose products have vectors that are not long.
+// The stages of a block with vectors that fit into registers, and the head.
 enum Stage { QKV, OUT, IN, HEAD };
 
 struct Worker {
@@ -288,7 +288,7 @@ struct Worker {
   Cursor cursor;
   int thread, warp, lane, corner, across;  // corner: row of a product's tile; across: its columns
   int first_own;                           // first row of x that this program writes
-  unsigned turn = 0;                       // which sums a tile has
+  unsigned turn = 0;                       // index of the buffer for a tile's sums
   unsigned num_stages = 0, num_awaited = 0;
 
   __device__ Worker(const Task& task, Shared* shared, char* ring, float* sums)
@@ -303,13 +303,13 @@ struct Worker {
 
   __device__ __forceinline__ void meet() { meet_threads<THREADS>(); }
 
-  // tells other programs that this one's part of a stage is written
+  // signal that this program's part of a stage is written
   __device__ void arrive() {
     meet();
     if (thread == 0) arrive_at(&task.counters[0]);
     num_stages++;
   }
-  // waits for all programs' parts of the last stage
+  // wait for all programs' parts of the last stage
   __device__ void await() {
     if (num_awaited == num_stages) return;
     num_awaited = num_stages;
@@ -321,7 +321,7 @@ struct Worker {
     return piece * PIECE + warp * EACH + half * 32 + across * 8;
   }
 
-  // what this program writes of the tokens' x
+  // the rows of x that this program writes
   __device__ void load_own(unsigned mask) {
     const int number = find_share(blockIdx.x + 1, WIDTH) - first_own;
     for (int at = thread; at < TOKENS * number; at += THREADS) {
@@ -331,7 +331,7 @@ struct Worker {
     }
   }
 
-  // what attention needs of the tokens in every block
+  // what attention needs for each token, in all blocks
   __device__ void load_contexts(unsigned valid) {
     for (int at = thread; at < NUM_LAYERS * TOKENS; at += THREADS)
       shared->lengths[at / TOKENS][at % TOKENS] = load_fresh(find_length(at / TOKENS, at % TOKENS));
@@ -347,7 +347,7 @@ struct Worker {
     if (thread == 0) shared->all = valid;
   }
 
-  // this thread's columns of a vector, or zeros
+  // this thread's columns of a vector; zeros if there is none
   __device__ __forceinline__ void load_scale(Scale (&scale)[PIECES], const number_t* source) {
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++)
@@ -359,7 +359,7 @@ struct Worker {
       }
   }
 
-  // a piece of the tokens' vectors: those at `places`, or zeros
+  // a piece of the tokens' vectors, at `places` if given; zeros for tokens that are not in `mask`
   __device__ __forceinline__ void load_piece(Piece& words, const number_t* source,
                                              const int* places, unsigned mask, int columns,
                                              int piece) {
@@ -378,12 +378,12 @@ struct Worker {
     }
   }
 
-  // sums of squares and of products with the router, of this warp's columns
+  // sums of squares, and of products with the router, over this warp's columns
   __device__ __forceinline__ void measure(const Piece (&given)[PIECES],
                                           const Scale (&router)[PIECES]) {
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
-      // as a product: the vectors as rows, too, and below them the router eight times
+      // as a matrix product: eight rows of tokens, then the router repeated eight times
       float sum[4] = {};
 #pragma unroll
       for (int piece = 0; piece < PIECES; piece++)
@@ -394,7 +394,7 @@ struct Worker {
           multiply_small(sum, own.x, judge.x, own.y, judge.y, own.x, own.y);
           multiply_small(sum, own.z, judge.z, own.w, judge.w, own.z, own.w);
         }
-      // a thread has two tokens' products with its own, and the router's with them
+      // a thread has two tokens' products with its own token, and with the router
       if (corner / 2 == across)
         shared->squares[warp][group * 8 + corner] = corner % 2 ? sum[1] : sum[0];
       if (corner == 0) {
@@ -404,7 +404,7 @@ struct Worker {
     }
   }
 
-  // 1 / rms of a token that was measured, after a meeting
+  // 1 / rms of a token, after `measure` and a synchronization
   __device__ float invert(int token, float eps) {
     float whole = 0.0f;
 #pragma unroll
@@ -412,7 +412,7 @@ struct Worker {
     return rsqrtf(whole / WIDTH + eps);
   }
 
-  // its score by the router
+  // the token's router score
   __device__ float judge(int token) {
     float total = 0.0f;
 #pragma unroll
@@ -432,7 +432,7 @@ struct Worker {
 #endif
   }
 
-  // times a norm's weights; the division by the rms comes after the product
+  // multiply by a norm's weights; the division by the rms follows the product
   __device__ __forceinline__ void apply(const Scale (&scale)[PIECES], Piece (&given)[PIECES]) {
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++)
@@ -447,12 +447,12 @@ struct Worker {
         }
   }
 
-  // this warp's columns of a piece of the next tile, times its columns of the vectors
+  // multiply this warp's columns of the next tile's piece and of the vectors
   __device__ __forceinline__ void multiply_piece(const Piece& words, int num_columns,
                                                  float (&sum)[2][GROUPS][4]) {
     await_gate(&shared->full[cursor.part], cursor.parity);
     const char* part = ring + cursor.part * PART + corner * STRIDE + 2 * warp * EACH + across * 16;
-    // past the last column there is what an earlier tile left
+    // past the last column, the ring holds data of an earlier tile
     if (warp * EACH < num_columns) {
       Words upper[HALVES], lower[HALVES];
 #pragma unroll
@@ -465,7 +465,7 @@ struct Worker {
         if (!IS_EVEN && warp * EACH + half * 32 >= num_columns) break;
 #pragma unroll
         for (int group = 0; group < GROUPS; group++) {
-          // any order of columns will do if both factors have it
+          // any order of columns is correct if both factors use it
           const Words &a = upper[half], &b = lower[half], &own = words[half][group];
           float (&to)[4] = sum[half % 2][group];
           multiply_small(to, a.x, b.x, a.y, b.y, own.x, own.y);
@@ -478,16 +478,16 @@ struct Worker {
     cursor.advance();
   }
 
-  // A number of a tile, whose sums the warps add up together. Each has some threads.
+  // An element of a tile, summed over all warps by SHARES threads.
   struct Sum {
     int token, place;
-    float total, partner;  // of the same token: that of the matrix's other half
+    float total, partner;  // same token, but the matrix's other half
   };
 
   __device__ __forceinline__ Sum add_up(const float (&sum)[2][GROUPS][4], bool is_paired) {
     float* tile = sums + turn * TILE_SUMS;
     turn ^= 1;
-    // partners lie beside each other
+    // partners are adjacent
     const int upper = is_paired ? 2 * corner : corner, lower = is_paired ? upper + 1 : corner + 8;
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
@@ -499,7 +499,7 @@ struct Worker {
       to[lower] = a[2] + b[2];
       to[TOKEN_SUMS + lower] = a[3] + b[3];
     }
-    // whoever passes has read the sums of the tile before
+    // after this, all threads have read the previous tile's sums
     meet();
     Sum found;
     const int number = thread / SHARES;
@@ -517,9 +517,9 @@ struct Worker {
 
   // --- the stages of a block ---------------------------------------------------------------------
 
-  // Queries, keys and values of block `target`, and before it the scores of a routed block; or
-  // another stage. One piece of code for all of them, because an instruction that was not run
-  // lately takes a while to arrive.
+  // The first stage of a block (the scores of a routed block, then the queries, keys and values of
+  // block `target`), or another stage. All stages share this code, because instructions that have
+  // not run recently take long to fetch.
   __device__ __forceinline__ void run_stage(Stage stage, const Path& path, unsigned mask, bool asks,
                                             int target) {
     const number_t* scale_at = nullptr;
@@ -537,7 +537,7 @@ struct Worker {
       scale_at = task.norm, places = shared->row, num_rows = NUM_CLASSES;
     }
     const bool is_paired = IS_SWIGLU && stage == IN, judges = stage == QKV && path.route >= 0;
-    // what depends on nothing is loaded while other programs arrive
+    // what has no dependencies is loaded while other programs arrive
     Scale scale[PIECES], router[PIECES];
     load_scale(scale, scale_at);
     load_scale(router, judges ? task.router + path.route * WIDTH : nullptr);
@@ -581,7 +581,7 @@ struct Worker {
     arrive();
   }
 
-  // what becomes of a product
+  // store an element of a product
   __device__ __forceinline__ void finish(int stage, const Path& path, int row, const Sum& found,
                                          float inverse, int target) {
     const int token = found.token;
@@ -619,7 +619,7 @@ struct Worker {
     return 0.5f * x * (1.0f + erff(x * 0.70710678f));
   }
 
-  // the MLP's second product and the update of x; its vectors are too long to be held
+  // the MLP's second product and the update of x; its vectors are too long for registers
   __device__ __forceinline__ void finish_block(unsigned mask, bool has_gate) {
     await();
     const int end = find_share(blockIdx.x + 1, WIDTH);
@@ -636,7 +636,7 @@ struct Worker {
           const int piece = first + number;
           if (piece >= MLP_PIECES) break;
           multiply_piece(given[number], MLP_WIDTH - piece * PIECE, sum);
-          // pieces are loaded while others are multiplied
+          // load a later piece while others are multiplied
           load_piece(given[number], task.hidden, nullptr, mask, MLP_WIDTH, piece + HELD);
         }
       const Sum found = add_up(sum, false);
@@ -652,7 +652,7 @@ struct Worker {
 
   // --- attention ---------------------------------------------------------------------------------
 
-  // a head of the token, normalised and turned: eight elements for each lane
+  // load a head of the token, normalize and rotate it: eight elements per lane
   __device__ __forceinline__ void turn_head(float (&head)[8], const float* from,
                                             const number_t* norm, const float* phase) {
     const int first = lane % LANES * 8;
@@ -699,9 +699,10 @@ struct Worker {
             narrow(values[4], values[5]), narrow(values[6], values[7])};
   }
 
-  // A unit of attention is a token and heads that share keys and values. Its context is cut into
-  // spans of SPAN tokens, one for a warp at a time, and these into parts, the more the longer it
-  // is: a program has one part, or some if there are more units than programs.
+  // A unit of attention is a token and heads that share keys and values. Its context is divided
+  // into spans of SPAN tokens, each processed by one warp, and the spans are grouped into parts;
+  // longer contexts have more parts. A program has one part, or several if there are more units
+  // than programs.
   __device__ __forceinline__ void attend(int layer, unsigned mask) {
     Item item = shared->items[layer];
     if (mask != shared->all) item = find_item(layer, mask, blockIdx.x);
@@ -711,15 +712,15 @@ struct Worker {
       number += gridDim.x;
       if (number >= item.total) break;
       item = find_item(layer, mask, number);
-      // the sums are still being read
+      // wait until all threads have read the sums
       meet();
     }
-    // programs without a part
+    // for programs without a part
     await();
   }
 
   __device__ Item find_item(int layer, unsigned mask, int number) {
-    // each lane knows a token's parts, and how many there are up to it
+    // each lane computes one token's parts, and the number of parts up to it
     const bool is_own = lane < TOKENS && ((mask >> lane) & 1);
     const int own_length = is_own ? shared->lengths[layer][lane] : 0;
     const int own_spans = is_own ? own_length / SPAN + 1 : 0;
@@ -727,7 +728,7 @@ struct Worker {
     for (int other = 1; other < TOKENS; other *= 2) all_spans += ask_lane(all_spans, lane ^ other);
     const int most_parts = gridDim.x / UNITS_EACH;
     int own_parts = most_parts * own_spans / max(all_spans, 1);
-    // at least a span for each warp
+    // at least one span per warp
     own_parts = max(min(own_parts, (own_spans + WARPS - 1) / WARPS), is_own ? 1 : 0);
     int up_to = own_parts * UNITS_EACH;
     for (int before = 1; before < TOKENS; before *= 2) {
@@ -753,7 +754,7 @@ struct Worker {
     return task.lengths + 1LL * layer * task.num_rows + shared->row[number];
   }
 
-  // one part of a context: spans `from` up to `to`; each warp's sums lie in shared memory
+  // process spans `from` to `to` of a context; each warp's sums are left in shared memory
   __device__ __forceinline__ void attend_part(int layer, const Item& item) {
     const int length = item.length, from = item.from, to = item.to;
     const int kv_head = item.unit / SETS, slice = lane % LANES * 8, which = lane / LANES;
@@ -762,7 +763,7 @@ struct Worker {
     float query[QUERIES][8], top[QUERIES], sum[QUERIES], mix[QUERIES][8];
 #pragma unroll 1
     for (int span = from + warp;; span += WARPS) {
-      // what is stored already is loaded while other programs arrive
+      // what is already stored is loaded while other programs arrive
       Words keys[TURNS], values[TURNS];
 #pragma unroll
       for (int turn = 0; turn < TURNS; turn++) {
@@ -814,7 +815,7 @@ struct Worker {
         }
       }
     }
-    // the lanes that read other keys
+    // combine the lanes that read different keys
 #pragma unroll
     for (int q = 0; q < QUERIES; q++) {
       for (int other = LANES; other < 32; other *= 2) {
@@ -838,7 +839,7 @@ struct Worker {
     }
   }
 
-  // the queries; and one warp has the newest key and value, which are not in the pages yet
+  // load the queries; one warp starts with the newest key and value, which are not in the pages yet
   __device__ __forceinline__ void begin_part(float (&query)[QUERIES][8], float (&top)[QUERIES],
                                              float (&sum)[QUERIES], float (&mix)[QUERIES][8],
                                              const int* table, int layer, const Item& item,
@@ -896,7 +897,7 @@ struct Worker {
     return ((page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + token % PAGE_SIZE) * HEAD_WIDTH;
   }
 
-  // adds up the sums of this program's warps and, if it is the last to come, a unit's parts
+  // combine this program's warps and, in the last program to finish, a unit's parts
   __device__ __forceinline__ void join(const Item& own) {
     const int number = own.token, unit = own.unit, first = own.first, num_parts = own.num_parts;
     const int query_head = unit / SETS * SHARING + unit % SETS * QUERIES;
@@ -952,7 +953,7 @@ struct Worker {
     }
   }
 
-  // all blocks for some tokens, and the head
+  // all blocks and the head
   __device__ __forceinline__ void run(Path& path, unsigned valid) {
     for (int layer = 0; layer <= NUM_LAYERS; layer++) {
       Stage stage = layer == NUM_LAYERS ? HEAD : QKV;
@@ -960,7 +961,7 @@ struct Worker {
       if (stage == QKV) {
         path.begin(task, valid, layer);
       } else {
-        // tokens whose logits are asked for, as many as there are
+        // tokens whose logits are requested
         const int number = min(*task.num_sampled, TOKENS);
         mask = (1u << number) - 1;
         meet();
@@ -984,7 +985,7 @@ struct Worker {
           mask = path.mask;
           attend(layer, mask);
           arrive();
-          // all programs have copies of the lengths
+          // all programs have copied the lengths
           if (is_kept) *find_length(layer, thread) += 1;
           path.ready = -1;
           stage = OUT;
@@ -1001,11 +1002,11 @@ struct Worker {
 
 // --- the kernel ----------------------------------------------------------------------------------
 
-// the tokens, as bits; those without a row do not count
+// bit mask of the tokens that have a row
 __device__ unsigned find_tokens(const Task& task, Shared* shared) {
   const int token = threadIdx.x % 32;
   const int row = token < task.num_tokens ? task.row[token] : -1;
-  // all warps write the same
+  // all warps write the same values
   if (token < TOKENS) {
     shared->row[token] = max(row, 0);
     shared->position[token] = row >= 0 ? task.position[token] : 0;
@@ -1045,7 +1046,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     worker.meet();
     worker.run(path, valid);
   }
-  // all programs have passed every barrier before the last one gets here: it resets them
+  // by the time the last program gets here, all have passed every barrier: reset the counters
   meet_all();
   if (threadIdx.x == 0 && count_up(&task.counters[2]) == gridDim.x - 1) {
     task.counters[0] = 0;

@@ -1,6 +1,6 @@
-"""Blocks for a few tokens in one launch, with weights that never stop arriving: see `stream.cu`.
+"""Blocks for a few tokens in one launch, with weights prefetched all the time: see `stream.cu`.
 
-Owns the kernel's constants, its buffers and its argument. Knows nothing of models, of graphs or of
+Owns the kernel's constants, its buffers and its argument. Knows nothing of models, graphs or
 sampling: it takes stacked tensors and numbers.
 """
 
@@ -17,15 +17,15 @@ from depthmix.kernels.compiling import is_ahead
 from depthmix.kernels.decode.plan import Rules, Weights, find_room
 from depthmix.kernels.decode.stages import GATES
 
-# tokens that the kernel is compiled for: all of a step, or of a pass through one block
+# numbers of tokens that the kernel is compiled for
 SIZES = (8, 16)
-# most tokens for which a routed block is expected to keep none
+# number of tokens up to which a routed block is expected to keep none
 AHEAD = 4
-# warps that multiply; fewer share less work that each has to do, more wait less
+# warps that multiply: fewer duplicate less work, more hide latency better
 WARPS = 8
-# tokens of a context that a warp takes at a time
+# context tokens that a warp processes at a time
 SPAN = 16
-# as in stream.cu
+# must agree with stream.cu
 TILE_ROWS, PIECE = 16, 1024
 PART_BYTES = TILE_ROWS * (2 * PIECE + 64)
 
@@ -42,7 +42,7 @@ _NUMBERS = (*("num_tokens", "num_rows", "max_pages", "logits_stride", "first_tok
 
 
 class Task(ctypes.Structure):
-    """The kernel's argument; null pointers stand for what a model or a call does not have."""
+    """The kernel's argument; pointers that a model or a call does not need are null."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -54,7 +54,7 @@ class Task(ctypes.Structure):
 def find_obstacle(
     weights: Weights, rules: Rules, pages: Float[Tensor, "G pages page H"]
 ) -> str | None:
-    """Why the kernel cannot run these weights, or None if it can."""
+    """Say why the kernel does not support these weights; None if it does."""
     tensors = [
         t for name, t in weights._asdict().items() if t is not None and name != "phase_table"
     ]
@@ -73,7 +73,7 @@ def find_obstacle(
 
 
 class StreamedBlocks:
-    """Runs blocks of up to sixteen tokens at a time over one cache; suitable for capture.
+    """Runs all blocks for up to sixteen tokens over one cache; suitable for capture.
 
     Launches must not overlap. All tokens belong to different rows.
     """
@@ -99,7 +99,7 @@ class StreamedBlocks:
             weights.w_mlp_out.shape[2],
         )
         num_kv_heads, page_size = key_pages.shape[0], key_pages.shape[2]
-        # pages lie one after the other, with all their heads
+        # pages must be contiguous, each with all its heads
         for pages in self.pages:
             assert pages.transpose(0, 1).is_contiguous()
         assert tables.is_contiguous()
@@ -185,9 +185,9 @@ class StreamedBlocks:
         num_sampled: Int[Tensor, " 1"],
         taken: Int[Tensor, "R T"],
     ) -> Float[Tensor, "S V"]:
-        """All blocks and the head for up to sixteen tokens, whose `x` is replaced.
+        """All blocks and the head for up to sixteen tokens; `x` is overwritten.
 
-        Rows of -1 hold no token. Adds to the cache and its lengths.
+        Row -1 marks an empty place. Adds to the cache and its lengths.
         """
         num_tokens = x.shape[0]
         assert x.is_contiguous()
@@ -228,12 +228,12 @@ class StreamedBlocks:
 
 
 def count_programs(device: torch.device) -> int:
-    """One for each multiprocessor."""
+    """Return the number of programs: one per multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def count_shared_bytes(defines: dict[str, int], num_queries: int) -> int:
-    """Bytes that a program shares beside the parts of its ring, or a few more."""
+    """Return an upper bound of a program's shared memory in bytes, without its ring's parts."""
     tokens = defines["TOKENS"]
     shares = 32 * WARPS // (TILE_ROWS * tokens)
     sums = 2 * WARPS * (tokens * (TILE_ROWS + 4) + 32 // shares)
