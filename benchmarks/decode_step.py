@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from depthmix.infer import Engine, SamplingParams
-from depthmix.infer.sampling import Wish
-from depthmix.infer.scheduler import Chunk
-from depthmix.infer.steps import Work
+from depthmix.infer.scheduler import Chunk, Plan
 from depthmix.kernels import HAS_TRITON
 from depthmix.nn import Transformer
 
 if HAS_TRITON:
-    from depthmix.infer.paths.fused import FusedRunner
+    from depthmix.infer.paths.fused import FusedRunner, choose_shape
 
 LAP_TOKENS = 256
 
@@ -75,22 +73,23 @@ def prepare_fused(
     """
     pages, num_routed = engine.pages, len(engine.config.routed_layers)
     batch, lap = texts.shape[0], texts.shape[1] - context
-    for row, text in enumerate(texts.tolist()):
-        for start in range(0, context, engine.scheduler.chunk_tokens):
-            tokens = text[start : min(start + engine.scheduler.chunk_tokens, context)]
-            assert pages.reserve(row, len(tokens)), "a lap does not fit into the cache"
-            chunk = Chunk(row, row, start, len(tokens), False)
-            pages.settle([row], runner.launch([Work(chunk, tokens)]).wait().stored)
+    for text in texts.tolist():
+        engine.add(text, SamplingParams(temperature=0, max_tokens=1))
+    tracks = list(engine._tracks.values())
+    most = engine.scheduler.chunk_tokens
+    for row, track in enumerate(tracks):
+        for start in range(0, context, most):
+            count = min(most, context - start)
+            assert pages.reserve(row, count), "a lap does not fit into the cache"
+            plan = Plan.gather([Chunk(row, row, start, count, False)])
+            (report,) = runner.launch(plan, [track]).wait()
+            pages.settle([row], report.stored)
         assert pages.reserve(row, lap), "a lap does not fit into the cache"
     lengths = runner.cache.lengths.clone()
-    params = SamplingParams(temperature=0)
-    works = [
-        Work(Chunk(row, row, context, 1, True), [0], Wish(params, 0, 0, (), None))
-        for row in range(batch)
-    ]
-    runner.launch(works).wait()
+    plan = Plan.gather([Chunk(row, row, context, 1, True) for row in range(batch)])
+    runner.launch(plan, tracks).wait()
     runner.cache.lengths.copy_(lengths)
-    step = runner.steps[runner._choose_shape(works)]
+    step = runner.steps[choose_shape(plan, batch)]
     given, position = step.tokens.given[:batch], step.tokens.position[:batch]
     later = texts[:, context:].T.int().to(given.device)
     number = 0
