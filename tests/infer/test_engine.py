@@ -630,6 +630,89 @@ def test_a_text_that_cannot_be_decoded_fails_alone() -> None:
     assert_empty(engine)
 
 
+@pytest.mark.parametrize("call", range(1, 16))
+def test_an_interrupt_while_decoding_fails_one_sample(call: int) -> None:
+    """Wherever it lands, the other samples finish and the events of that step are not lost."""
+    num_calls = 0
+
+    def spell_until_interrupted(tokens: list[int]) -> str:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == call:
+            raise KeyboardInterrupt
+        return spell(tokens)
+
+    wishes = [SamplingParams(max_tokens=5, seed=seed) for seed in range(3)]
+    expected = Engine(get_model(), decode=spell, max_batch=3).generate([PROMPT] * 3, wishes)
+    engine = Engine(get_model(), decode=spell_until_interrupted, max_batch=3)
+    for wish in wishes:
+        engine.add(PROMPT, wish)
+    events: list[Event] = []
+    num_interrupts = 0
+    for _ in range(50):
+        if not engine.has_work:
+            break
+        try:
+            events += engine.step()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    assert num_interrupts == 1
+    assert_empty(engine)
+    tokens = defaultdict(list)
+    for event in events:
+        tokens[event.request].append(event.token)
+    ends = {event.request: event.result for event in events if event.result is not None}
+    failed = [request for request, end in ends.items() if end.finish == "failed"]
+    assert len(failed) == 1
+    for request, result in enumerate(expected):
+        sample = ends[request]
+        assert tuple(tokens[request]) == sample.tokens
+        if request in failed:
+            assert isinstance(sample.error, KeyboardInterrupt)
+            assert sample.tokens == result.samples[0].tokens[: len(sample.tokens)]
+        else:
+            # its compute includes what was computed again
+            assert sample._replace(depth=result.samples[0].depth) == result.samples[0]
+
+
+def test_text_that_cannot_be_completed_fails_its_sample() -> None:
+    """Text held back for a stop string is decoded at the end, which may raise as well."""
+    engine = Engine(get_model(), decode=spell, max_batch=2)
+    request = engine.add(PROMPT, SamplingParams(max_tokens=3, stop=("#",), seed=0))
+    other = engine.add(PROMPT, SamplingParams(max_tokens=6, seed=1))
+    (track, _) = engine._tracks.values()
+    assert track.stream is not None
+    track.stream.finish = raise_memory_error  # type: ignore[method-assign]
+    ends = {e.request: e.result for e in run_to_end(engine) if e.result is not None}
+    assert (ends[request].finish, ends[other].finish) == ("failed", "length")
+    assert len(ends[request].tokens) == 3
+    assert_empty(engine)
+
+
+def raise_memory_error() -> str:
+    raise MemoryError("no room for text")
+
+
+def test_cancelling_returns_what_an_interrupted_step_left() -> None:
+    engine = Engine(get_model(), decode=spell, max_batch=2)
+    request = engine.add(PROMPT, SamplingParams(max_tokens=3, seed=0))
+    engine.step()
+
+    def interrupt(tokens: list[int]) -> str:
+        raise KeyboardInterrupt
+
+    for track in engine._tracks.values():
+        assert track.stream is not None
+        track.stream._decode = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert engine.has_work
+    [event] = engine.cancel(request)
+    assert event.result is not None
+    assert event.result.finish == "failed"
+    assert_empty(engine)
+
+
 def test_a_draw_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(get_model(), max_batch=2)
     wishes = [SamplingParams(max_tokens=6, seed=seed) for seed in range(2)]
@@ -732,6 +815,12 @@ def test_two_threads_cannot_step() -> None:
         ([1, None], "a prompt is a list of token ids, and None is not one"),
         ([[1, 2]], r"a prompt is a list of token ids, and \[1, 2\] is not one"),
         (torch.tensor([1.0]), "a prompt is a list of token ids, and 1.0 is not one"),
+        ([torch.tensor(1.0)], r"a prompt is a list of token ids, and tensor\(1.\) is not one"),
+        ([torch.tensor([1, 2])], r"a prompt is a list of token ids, and tensor\(\[1, 2\]\)"),
+        ([torch.tensor(True)], r"a prompt is a list of token ids, and tensor\(True\)"),
+        (np.array([True]), r"a prompt is a list of token ids, and (np\.)?True_? is not one"),
+        (torch.tensor(3), "a prompt is a list of token ids, and generate takes a list of"),
+        (3, "a prompt is a list of token ids, and generate takes a list of prompts"),
     ],
 )
 def test_a_prompt_of_anything_but_ids_is_refused(prompt: Any, sentence: str) -> None:

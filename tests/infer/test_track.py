@@ -40,8 +40,9 @@ def test_it_ends_by_length() -> None:
     ends = [track.take(token, -0.5) for token in (2, 3, 2, 5)]
     assert ends == [("c", None), ("d", None), ("c", None), ("f", "length")]
     assert track.num_new == 4
-    rest, sample = track.end("length")
-    assert (rest, sample.text, sample.tokens) == ("", "cdcf", (2, 3, 2, 5))
+    assert track.flush() == ""
+    sample = track.end("length")
+    assert (sample.text, sample.tokens) == ("cdcf", (2, 3, 2, 5))
     assert sample.finish == "length"
     # not requested
     assert sample.logprobs is None
@@ -55,7 +56,7 @@ def test_a_stop_token_is_a_token_and_no_text(num_before: int) -> None:
     for _ in range(num_before):
         assert track.take(2, 0.0) == ("c", None)
     assert track.take(7, 0.0) == ("", "stop")
-    _, sample = track.end("stop")
+    sample = track.end("stop")
     assert sample.tokens == (*[2] * num_before, 7)
     assert sample.text == "c" * num_before
 
@@ -65,21 +66,23 @@ def test_a_stop_string_is_held_back_and_cut() -> None:
     assert track.take(2, 0.0) == ("c", None)
     assert track.take(3, 0.0) == ("", None)
     assert track.take(4, 0.0) == ("", "stop")
-    assert track.end("stop")[1].text == "c"
+    assert track.flush() == ""
+    assert track.end("stop").text == "c"
 
 
 def test_what_was_held_back_is_told_at_the_end() -> None:
     track = make_track(stop=["de"])
     track.take(3, 0.0)
-    rest, sample = track.end("cancelled")
-    assert (rest, sample.text, sample.finish) == ("d", "d", "cancelled")
+    assert track.flush() == "d"
+    sample = track.end("cancelled")
+    assert (sample.text, sample.finish) == ("d", "cancelled")
 
 
 def test_without_a_decoder_there_is_no_text() -> None:
     track = make_track(text=False)
     assert track.take(2, 0.0) == ("", None)
-    rest, sample = track.end("cancelled")
-    assert (rest, sample.text) == ("", None)
+    assert track.flush() == ""
+    assert track.end("cancelled").text is None
 
 
 def test_only_a_penalty_notes_what_was_seen() -> None:
@@ -95,7 +98,7 @@ def test_as_many_alternatives_as_were_asked_for(wish: int) -> None:
     track = make_track(logprobs=wish)
     for token, logprob in ((2, -1.0), (3, -2.0)):
         track.take(token, logprob, ([token, 6, 7], [logprob, -5.0, -6.0]))
-    _, sample = track.end("cancelled")
+    sample = track.end("cancelled")
     assert sample.logprobs == (-1.0, -2.0)
     places = [
         (Alternative(2, -1.0), Alternative(6, -5.0)),

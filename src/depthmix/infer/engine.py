@@ -10,6 +10,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -156,6 +157,8 @@ class Engine:
         self._meter = DepthMeter(config, chosen)
         self._paths = _KnownPaths()
         self._steps: deque[_Step] = deque()
+        # events that `step` has yet to return
+        self._events: list[Event] = []
         # rounds of a decoding step, and consecutive steps that the host had to wait for
         self._rounds, self._num_waits = 1, 0
         # the first protects the engine's state; the second allows only one thread to step
@@ -170,7 +173,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._tracks)
+        return bool(self._tracks or self._events)
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
         """Compile and record what requests of any length need; return the seconds it took.
@@ -209,11 +212,15 @@ class Engine:
     def cancel(self, request: int) -> list[Event]:
         """Cancel a request's running and waiting samples; finished or unknown requests are ignored.
 
-        Returns the events that end them.
+        Returns the events that end them, after any that `step` has yet to return.
         """
         with self._lock:
             keys = [key for key, track in self._tracks.items() if track.request == request]
-            return [self._finish(key, None, "", (), "cancelled") for key in keys]
+            for key in keys:
+                self._finish(key, None, "", (), "cancelled")
+            found = [event for event in self._events if event.request == request]
+            self._events = [event for event in self._events if event.request != request]
+            return found
 
     def list_paths(self, request: int, sample: int = 0) -> Sequence[Path]:
         """Paths of a running sample's tokens computed so far, starting with the prompt's."""
@@ -227,8 +234,8 @@ class Engine:
         """Run one step; return the new events.
 
         If the host is slower than the device, a step may sample several tokens of each sequence. If
-        it raises, no token is lost: the next call tries again. If a request's text cannot be
-        decoded, only that request fails.
+        it raises, no token is lost: the next call tries again, and returns the events of this one.
+        If a request's text cannot be decoded, only that request fails.
         """
         with self._own_steps():
             try:
@@ -238,13 +245,15 @@ class Engine:
                         if not plan:
                             break
                         self._start(plan)
-                if not self._steps:
-                    return []
-                self._choose_rounds()
-                # other threads may add and cancel in the meantime
-                reports = self._steps[0].flight.wait()
+                if self._steps:
+                    self._choose_rounds()
+                    # other threads may add and cancel in the meantime
+                    reports = self._steps[0].flight.wait()
+                    with self._lock:
+                        self._settle(self._steps.popleft().plan, reports)
                 with self._lock:
-                    return self._settle(self._steps.popleft().plan, reports)
+                    events, self._events = self._events, []
+                    return events
             except BaseException:
                 with self._lock:
                     self._abandon()
@@ -389,21 +398,19 @@ class Engine:
             self._rounds = max(1, self._rounds // 2)
             self._num_waits = 0
 
-    def _settle(self, plan: Plan, reports: Sequence[Report]) -> list[Event]:
-        events: list[Event] = []
+    def _settle(self, plan: Plan, reports: Sequence[Report]) -> None:
         try:
             for part, report in zip(plan.split(), reports, strict=True):
                 self.scheduler.settle(part, report.stored)
                 self._peak_pages = max(self._peak_pages, self.pages.num_used)
-                self._take(part, report, events)
+                self._take(part, report)
         except BaseException:
             # a sequence that missed its token would never be planned again
             for chunk in plan:
                 self.scheduler.abandon(chunk, restart=True)
             raise
-        return events
 
-    def _take(self, plan: Plan, report: Report, events: list[Event]) -> None:
+    def _take(self, plan: Plan, report: Report) -> None:
         """Add the tokens of one round to their samples."""
         # samples that continue
         alive: list[int] = []
@@ -418,18 +425,26 @@ class Engine:
                 if token is None:
                     continue
                 path = self._paths[taken if count == 1 else taken[-(len(taken) // count) :]]
+                num_new = track.num_new
                 try:
                     text, finish = track.take(token, logprob, top)
-                except Exception as error:
-                    # only this request fails
-                    events.append(self._finish(key, token, "", path, "failed", error))
-                    continue
-                if finish is not None:
-                    events.append(self._finish(key, token, text, path, finish))
+                    if finish is not None:
+                        self._finish(key, token, text, path, finish)
+                        continue
+                except BaseException as error:
+                    interrupted = not isinstance(error, Exception)
+                    if interrupted and track.num_new == num_new:
+                        # it came before the token was taken: the next step draws it again
+                        raise
+                    # only this sample fails
+                    self._finish(key, token, "", path, "failed", error)
+                    if interrupted:
+                        raise
                     continue
                 alive.append(key)
                 score = track.read_score()
-                events.append(Event(track.request, track.number, token, text, path, None, score))
+                event = Event(track.request, track.number, token, text, path, None, score)
+                self._events.append(event)
         finally:
             self.scheduler.append(*alive)
 
@@ -450,13 +465,19 @@ class Engine:
         text: str,
         path: Path,
         finish: Finish,
-        error: Exception | None = None,
-    ) -> Event:
+        error: BaseException | None = None,
+    ) -> None:
+        track = self._tracks[key]
+        if error is None:
+            try:
+                text += track.flush()
+            except Exception as problem:
+                finish, error = "failed", problem
         self.scheduler.remove(key)
-        track = self._tracks.pop(key)
-        rest, result = track.end(finish, error)
+        del self._tracks[key]
+        result = track.end(finish, error)
         score = None if token is None else track.read_score()
-        return Event(track.request, track.number, token, text + rest, path, result, score)
+        self._events.append(Event(track.request, track.number, token, text, path, result, score))
 
 
 # not a method: an engine that refers to itself would only be freed by the garbage collector
@@ -515,18 +536,20 @@ def read_prompt(prompt: Prompt) -> list[int]:
     """Return token ids as a list of ints; raise ValueError for anything else."""
     if isinstance(prompt, str | bytes):
         raise ValueError("a prompt is a list of token ids, not text: encode it first")
-    if not hasattr(prompt, "__iter__"):
+    if not hasattr(prompt, "__iter__") or getattr(prompt, "ndim", 1) == 0:
         raise ValueError("a prompt is a list of token ids, and generate takes a list of prompts")
     tokens = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
     if set(map(type, tokens)) <= {int}:
         return tokens
-    try:
-        if any(isinstance(token, bool) for token in tokens):
-            raise TypeError
-        return [operator.index(token) for token in tokens]
-    except TypeError:
-        wrong = next(t for t in tokens if isinstance(t, bool) or not hasattr(t, "__index__"))
-        raise ValueError(f"a prompt is a list of token ids, and {wrong!r} is not one") from None
+    return [_read_token(token) for token in tokens]
+
+
+def _read_token(token: Any) -> int:
+    if not isinstance(token, bool) and getattr(token, "dtype", None) not in (bool, torch.bool):
+        # a float's or a list's type has no index; a tensor of several ids raises
+        with suppress(TypeError):
+            return operator.index(token)
+    raise ValueError(f"a prompt is a list of token ids, and {token!r} is not one")
 
 
 def count_pages(config: ModelConfig, selector: str | None, num_rows: int, page_size: int) -> int:

@@ -37,7 +37,7 @@ class Sample(NamedTuple):
     """The most probable tokens at each position, as many as requested."""
     depth: Depth
     """Where its compute went."""
-    error: Exception | None = None
+    error: BaseException | None = None
     """Why it failed."""
 
 

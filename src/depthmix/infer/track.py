@@ -84,13 +84,18 @@ class Track:
                 return text, "stop"
         return text, "length" if len(tokens) - self.num_prompt == self.max_new else None
 
-    def end(self, finish: Finish, error: Exception | None = None) -> tuple[str, Sample]:
-        """Return the text that was held back, and the finished sample."""
-        rest = "" if self.stream is None or error is not None else self.stream.finish()
+    def flush(self) -> str:
+        """Return the text that was held back, which is final now."""
+        rest = "" if self.stream is None else self.stream.finish()
+        self.text += rest
+        return rest
+
+    def end(self, finish: Finish, error: BaseException | None = None) -> Sample:
+        """Return the finished sample."""
         wish = self.params.logprobs
-        return rest, Sample(
+        return Sample(
             tokens=tuple(self.tokens[self.num_prompt :]),
-            text=None if self.stream is None else self.text + rest,
+            text=None if self.stream is None else self.text,
             finish=finish,
             logprobs=None if wish is None else tuple(self.logprobs),
             top_logprobs=tuple(self.top_logprobs) if wish else None,
