@@ -58,9 +58,9 @@ def make_config(preset: str = "tiny") -> ModelConfig:
     return load_preset(preset).override(fields)
 
 
-def make_network(preset: str = "tiny") -> Transformer:
+def make_network(config: ModelConfig | str = "tiny") -> Transformer:
     torch.manual_seed(1)
-    return Transformer(make_config(preset)).eval()
+    return Transformer(make_config(config) if isinstance(config, str) else config).eval()
 
 
 def make_tokenizer() -> tokenizers.Tokenizer:
@@ -87,16 +87,17 @@ def make_twin() -> "Pair":
     return make_served(None, name="twin", preset="tiny-dense"), HeldEngine("tiny-dense")
 
 
-def write_served_run(folder: Path) -> Path:
-    """The same model as a run on disk, which talks."""
+def write_served_run(folder: Path, name: str = "run", config: ModelConfig | None = None) -> Path:
+    """The same model, or one of another configuration, as a run on disk, which talks."""
     source = folder / "source"
-    source.mkdir()
+    source.mkdir(exist_ok=True)
     make_tokenizer().save(str(source / "tokenizer.json"))
+    config = config or make_config()
     # the head is the embedding, and is not kept twice
-    weights = dict(make_network().named_parameters())
-    run = RunConfig(model=make_config(), train=Recipe())
+    weights = dict(make_network(config).named_parameters())
+    run = RunConfig(model=config, train=Recipe())
     kept = {"source": source, "end_token": END, "chat": CHAT, "reason": "made for a test"}
-    return write_run(folder / "run", run, weights, **kept).path
+    return write_run(folder / name, run, weights, **kept).path
 
 
 class HeldEngine(Engine):

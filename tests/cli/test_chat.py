@@ -64,7 +64,7 @@ def test_lines_are_answered_and_commands_obeyed(
     [
         (["--temperature", "-1"], "--temperature -1"),
         (["--device", "tpu"], "--device tpu is neither cpu nor cuda"),
-        (["--selector", "magic", "--device", "cpu"], "magic"),
+        (["--selector", "magic", "--device", "cpu"], "--selector magic: unknown selector"),
     ],
 )
 def test_mistakes_are_told_at_once(

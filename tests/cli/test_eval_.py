@@ -154,7 +154,7 @@ def test_mistakes_end_in_a_sentence(
         ((str(run), "--text", text, "--data", "data"), "not both"),
         ((str(run), "--text", text, "--batch", "0"), "--batch 0 must be at least 1"),
         ((str(run), "--text", text, "--device", "tpu"), "neither cpu nor cuda"),
-        ((str(run), "--tasks", "x", "--selector", "magic"), "unknown selector 'magic'"),
+        ((str(run), "--tasks", "x", "--selector", "magic"), "--selector magic: unknown selector"),
         ((str(run), "--text", text, "--limit", "3"), "--limit is for --tasks: name some"),
         ((str(run), "--fewshot", "1", "--selector", "all"), "--fewshot, --selector is for"),
         ((str(run), "--chat"), "--chat is for --tasks"),

@@ -75,7 +75,7 @@ def test_mistakes_end_in_a_sentence(
         (["export", str(run), "--out", str(run)], "already exists"),
         (
             ["export", str(run), "--out", str(tmp_path / "o"), "--selector", "best"],
-            "unknown selector",
+            "--selector best: unknown selector",
         ),
         (["import", str(tmp_path), "--out", str(tmp_path / "run")], "config.json"),
     ):

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from depthmix.cli import main
-from served_models import write_served_run
+from depthmix.serve import server
+from depthmix.serve.server import Offer
+from served_models import make_config, write_served_run
 from test_architecture import modules_loaded_by
 
 Refuse = Callable[[list[str], str], None]
@@ -40,10 +42,11 @@ def test_without_the_extra_it_says_what_to_install(
         (["--device", "tpu"], "--device tpu is neither cpu nor cuda"),
         (["--batch", "0"], "--batch 0 must be at least 1"),
         (["--cache-tokens", "0"], "--cache-tokens 0 must be at least 1"),
-        (["--max-queue", "-1"], "max_queue = -1 must be a positive number"),
-        (["--idle-seconds", "0"], "idle_seconds = 0.0 must be a positive number"),
+        (["--max-queue", "-1"], "--max-queue -1 must be a positive number"),
+        (["--idle-seconds", "0"], "--idle-seconds 0.0 must be a positive number"),
         (["--api-key-file", "nowhere.txt"], "nowhere.txt: No such file"),
-        (["--selector", "magic"], "--selector magic:"),
+        (["--selector", "magic"], "--selector magic: unknown selector 'magic'"),
+        (["--selector", "topk"], "--selector topk: "),
         (["--name", "a", "--name", "b"], "--name is given 2 times for 1 model:"),
     ],
 )
@@ -65,6 +68,18 @@ def test_two_models_have_two_names(run: Path, refuse: Refuse) -> None:
     refuse(["serve", str(run), str(run)], "two models are called 'run': name each of them")
     refuse(["serve", str(run), str(run), "--name", "a"], "--name is given 1 time for 2 models:")
     refuse(["serve", str(run), "nowhere"], "there is no run or model at 'nowhere'")
+
+
+def test_the_selector_is_for_both_models(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second model that routes only to experts has a use for it, too."""
+    offered: list[Offer] = []
+    monkeypatch.setattr(server, "serve_models", lambda offers, **_: offered.extend(offers))
+    fields = {"routing.strategy": "none", "experts.strategy": "expert_choice"}
+    experts = write_served_run(run.parent, "experts", make_config().override(fields))
+    command = ["serve", str(run), str(experts), "--selector", "router", "--device", "cpu"]
+    assert main(command) == 0
+    assert [offer.model.name for offer in offered] == ["run", "experts"]
+    assert [offer.load().selector for offer in offered] == ["router", "router"]
 
 
 def test_weights_that_cannot_be_read_end_the_server(

@@ -9,10 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+if TYPE_CHECKING:
+    from depthmix.config import ModelConfig
 
 # in the order of use
 SECTIONS: Mapping[str, tuple[str, ...]] = {
@@ -208,6 +211,16 @@ def check_device(device: str | None) -> None:
         )
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device {device} is neither cpu nor cuda")
+
+
+def check_selector(
+    config: "ModelConfig", selector: str | None, *, looks_ahead: bool = False
+) -> None:
+    """Refuse a --selector that a model cannot route by, before its weights are read."""
+    try:
+        config.choose_selector(selector, looks_ahead=looks_ahead)
+    except ValueError as error:
+        raise ValueError(f"--selector {selector}: {error}" if selector else str(error)) from error
 
 
 def check_out(out: Path) -> None:

@@ -22,6 +22,7 @@ from depthmix.cli.arguments import (
     TopP,
     app,
     check_device,
+    check_selector,
     name_flags,
 )
 
@@ -69,6 +70,7 @@ def chat(
     with name_flags(*options):
         params = SamplingParams(**options, seed=seed)
     opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)
+    check_selector(opened.config, selector)
     sampler = start_sampler(opened, device=device, selector=selector, max_batch=1)
     talk = Talk(sampler, params, chat=opened.chat, system=system, color=color, screen=sys.stdout)
     with show_line("compiling kernels (once: they are cached for the next time)") as progress:

@@ -13,6 +13,7 @@ from depthmix.cli.arguments import (
     TokenizerPlace,
     app,
     check_device,
+    check_selector,
     name_missing_extra,
     read_text,
 )
@@ -124,12 +125,9 @@ def evaluate(
     source = open_model(model, tokenizer=tokenizer, checkpoint="newest" if keep else None)
     if chat and source.chat is None:
         raise ValueError(f"{model} has no chat template: leave out --chat")
-    problem = source.config.find_selector_problem(selector)
-    if problem is not None:
-        raise ValueError(f"--selector {selector}: {problem}")
-    if tasks and selector is None:
+    if tasks:
         # refused before a text takes its time
-        source.config.choose_selector(None)
+        check_selector(source.config, selector, looks_ahead=True)
     from depthmix.eval.perplexity import (
         keep_test_loss,
         measure_stream,

@@ -11,6 +11,7 @@ from depthmix.cli.arguments import (
     PlainCommand,
     TokenizerPlace,
     app,
+    check_selector,
     name_missing_extra,
 )
 
@@ -46,6 +47,8 @@ def export(
     from depthmix.models import open_model
 
     opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)
+    if selector is not None:
+        check_selector(opened.config, selector, looks_ahead=True)
     with name_missing_extra("hf"):
         from depthmix.hf.export import export_model
     ids, end_token = (None, None) if no_tokenizer else opened.vocabulary

@@ -22,6 +22,7 @@ from depthmix.cli.arguments import (
     TopP,
     app,
     check_device,
+    check_selector,
     name_flags,
     read_file,
 )
@@ -138,6 +139,7 @@ def sample(
     with name_flags(*options):
         params = SamplingParams(**options)
     opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)
+    check_selector(opened.config, selector)
     size = min(batch, n * len(texts))
     sampler = start_sampler(opened, device=device, selector=selector, max_batch=size)
     if not ignore_eos:

@@ -1,6 +1,5 @@
 """`depthmix serve`: serve models over HTTP."""
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from depthmix.cli.arguments import (
     TokenizerPlace,
     app,
     check_device,
+    name_flags,
     name_missing_extra,
 )
 
@@ -122,25 +122,25 @@ def serve(
         import uvicorn  # noqa: F401
     from depthmix.serve.limits import Limits
 
-    limits = Limits(
-        max_body_bytes=max_body_bytes,
-        max_prompt_tokens=max_prompt_tokens,
-        max_n=max_n,
-        max_samples=max_samples,
-        max_queue=max_queue,
-        max_connections=max_connections,
-        header_seconds=header_seconds,
-        body_seconds=body_seconds,
-        idle_seconds=idle_seconds,
-        write_seconds=write_seconds,
-        drain_seconds=drain_seconds,
-    )
+    options = {
+        "max_body_bytes": max_body_bytes,
+        "max_prompt_tokens": max_prompt_tokens,
+        "max_n": max_n,
+        "max_samples": max_samples,
+        "max_queue": max_queue,
+        "max_connections": max_connections,
+        "header_seconds": header_seconds,
+        "body_seconds": body_seconds,
+        "idle_seconds": idle_seconds,
+        "write_seconds": write_seconds,
+        "drain_seconds": drain_seconds,
+    }
+    with name_flags(*options):
+        limits = Limits(**options)
     from depthmix.models import open_model
     from depthmix.serve.server import (
-        Offer,
         check_exposure,
-        describe_model,
-        load_engine,
+        make_offer,
         read_key,
         serve_models,
     )
@@ -156,18 +156,15 @@ def serve(
     offers = []
     for path, called in zip(paths, name or [None] * len(paths), strict=True):
         opened = open_model(path, checkpoint=checkpoint, tokenizer=tokenizer)
-        # --selector does not apply to a dense model beside a routed one
-        decider = selector if len(paths) == 1 or opened.config.routed_layers else None
-        problem = opened.config.find_selector_problem(decider)
-        if problem is not None:
-            raise ValueError(f"--selector {selector}: {problem}")
-        load = partial(
-            load_engine,
-            opened,
-            device=device,
-            selector=decider,
-            max_batch=batch,
-            cache_tokens=cache_tokens,
-        )
-        offers.append(Offer(describe_model(opened, called), load))
+        with name_flags("selector"):
+            offers.append(
+                make_offer(
+                    opened,
+                    called,
+                    device=device,
+                    selector=selector,
+                    max_batch=batch,
+                    cache_tokens=cache_tokens,
+                )
+            )
     serve_models(offers, host=host, port=port, key=key, origins=cors_origin or (), limits=limits)

@@ -339,11 +339,14 @@ class ModelConfig:
                 )
         return None
 
-    def choose_selector(self, wanted: str | None) -> str | None:
+    def choose_selector(self, wanted: str | None, *, looks_ahead: bool = False) -> str | None:
         """The causal selector for generating and scoring: `wanted`, or the trained one.
 
-        A model without a trained one needs an explicit choice: any default would be a guess.
+        A model without a trained one needs an explicit choice: any default would be a guess. With
+        `looks_ahead`, `topk` may be chosen too, which can score texts but not generate.
         """
+        if looks_ahead and wanted == "topk":
+            return wanted
         if self.routed_layers and self.routing.draws_scores:
             raise ValueError(
                 "Gaussian gates are drawn again in each pass: a model with routing.noise_gate = "

@@ -55,7 +55,7 @@ class TaskModel(LM):
     ) -> None:
         super().__init__()
         self.model, self.tokenizer, self.end_token = model, tokenizer, end_token
-        self.selector = selector or model.config.choose_selector(None)
+        self.selector = model.config.choose_selector(selector, looks_ahead=True)
         self.batch_size, self.chat = batch_size, chat
         self.stop_tokens = list_ends(end_token, chat)
 

@@ -6,7 +6,6 @@ Owns how a replica is made, when it takes requests, and when Ray is to replace i
 the socket, and which replica a request goes to. The library is an extra: `depthmix[ray]`.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +17,7 @@ from depthmix.serve.gate import LOOPBACK_NAMES
 from depthmix.serve.lane import Lane
 from depthmix.serve.limits import Limits
 from depthmix.serve.metrics import Metrics
-from depthmix.serve.server import describe_model, load_engine, read_key
+from depthmix.serve.server import make_offer, read_key
 from depthmix.serve.worker import Worker
 from depthmix.world import choose_device
 
@@ -64,20 +63,17 @@ def app(options: ReplicaOptions) -> Any:
     def build() -> Any:
         """One replica's app, in its own process."""
         stored = open_model(options.path)
-        problem = stored.config.find_selector_problem(options.selector)
-        if problem is not None:
-            raise ValueError(f"selector={options.selector}: {problem}")
-        load = partial(
-            load_engine,
+        offer = make_offer(
             stored,
+            options.name,
             device=options.device,
             selector=options.selector,
             max_batch=options.batch,
             cache_tokens=options.cache_tokens,
         )
         limits = options.limits
-        worker = Worker(load, Metrics(), max_queue=limits.max_queue)
-        lanes[:] = [Lane(describe_model(stored, options.name), worker, limits)]
+        worker = Worker(offer.load, Metrics(), max_queue=limits.max_queue)
+        lanes[:] = [Lane(offer.model, worker, limits)]
         key = read_key(options.api_key_file)
         hosts = None if key is not None or options.no_auth else LOOPBACK_NAMES
         # Ray sends requests as soon as it has started

@@ -174,6 +174,27 @@ class Offer(NamedTuple):
     """Makes its engine."""
 
 
+def make_offer(
+    stored: StoredModel,
+    name: str | None = None,
+    *,
+    selector: str | None = None,
+    **options: Any,
+) -> Offer:
+    """What is served of a model on disk; `options` are those of `load_engine`.
+
+    Refuses a selector that the model cannot route by, before its weights are read.
+    """
+    try:
+        stored.config.choose_selector(selector)
+    except ValueError as error:
+        if selector is None:
+            raise
+        raise ValueError(f"selector = {selector}: {error}") from error
+    load = partial(load_engine, stored, selector=selector, **options)
+    return Offer(describe_model(stored, name), load)
+
+
 def serve_models(
     offers: Sequence[Offer],
     *,
