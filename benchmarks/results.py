@@ -5,7 +5,7 @@
 
 A page has places for what is generated, between `<!-- results: NAME -->` and `<!-- end -->`. A
 figure carries a digest of what it shows, so that checking it draws nothing. Losses are validation
-losses in nats a token, causal for routed models; ± is a standard error over seeds.
+losses in nats a token, causal for routed models; ± is a standard error over seeds (`steady`).
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix import flops
+from depthmix.config import load_preset, num_kept
 from depthmix.files import replace_file
 from depthmix.report.charts import (
     chart_causal,
@@ -39,7 +40,16 @@ from depthmix.report.fit import (
     compare_sizes,
     fit_runs,
 )
-from depthmix.report.frontier import COSTS, Lead, find_lead, fit_trend, trace_frontier
+from depthmix.report.frontier import (
+    COSTS,
+    SAME_COST,
+    Corner,
+    Lead,
+    average_cost,
+    find_lead,
+    fit_trend,
+    trace_frontier,
+)
 from depthmix.report.load import Row
 from depthmix.report.page import format_error
 from depthmix.report.records import load_records, read_lines
@@ -69,25 +79,76 @@ def fit_planned() -> tuple[Fit, ...]:
     return tuple(fit_runs(read_rows("isoflop")))
 
 
+UNSTEADY = "shapes/4e14/mod/w96-l6"
+"""Its seeds leave the plateau at different times, and so differ ten times as much as all others."""
+ENOUGH_SEEDS = 3
+"""A model with fewer seeds takes the spread of all models."""
+
+
+@cache
+def pool_spread() -> tuple[float, int]:
+    """By how much seeds of one model differ, as a share of its loss, and the degrees of freedom.
+
+    A standard deviation, pooled over all models with several seeds: two seeds alone say little.
+    """
+    groups: dict[str, list[Row]] = {}
+    for plan in (*PLANS, "replication"):
+        for row in read_rows(plan):
+            groups.setdefault(f"{plan}/{row.name.rpartition('-')[0]}", []).append(row)
+    sizes = [
+        average_seeds(rows, lambda row: row.judged)
+        for name, rows in groups.items()
+        if name != UNSTEADY
+    ]
+    known = [
+        (size.spread / size.loss, size.num_seeds - 1) for size in sizes if size.spread is not None
+    ]
+    free = sum(count for _, count in known)
+    return math.sqrt(sum(count * share**2 for share, count in known) / free), free
+
+
+def steady(size: SizeMean) -> SizeMean:
+    """A model with one or two seeds has the spread of all models."""
+    if size.num_seeds >= ENOUGH_SEEDS:
+        return size
+    return size._replace(spread=pool_spread()[0] * size.loss)
+
+
 @cache
 def take_size(name: str) -> SizeMean:
     """A model by its plan, budget, variant and shape: `isoflop/4e14/dense/w128-l4`."""
     plan, _, shape = name.partition("/")
     rows = [row for row in read_rows(plan) if row.name.rpartition("-")[0] == shape]
     assert rows, f"no run is called '{name}'"
-    return average_seeds(rows, lambda row: row.judged)
+    return steady(average_seeds(rows, lambda row: row.judged))
 
 
+@cache
 def take_best(kind: str, budget: float) -> SizeMean:
     """The best planned size of a kind."""
-    return next(fit.best for fit in fit_planned() if fit.kind == kind and fit.budget == budget)
+    found = next(fit.best for fit in fit_planned() if fit.kind == kind and fit.budget == budget)
+    return steady(found)
+
+
+@cache
+def find_corners(cost: str) -> tuple[Corner, ...]:
+    """The best planned dense model of each budget."""
+    best = [fit._replace(sizes=(steady(fit.best),)) for fit in fit_planned()]
+    return tuple(trace_frontier(best, COSTS[cost]))
 
 
 def lead_of(size: SizeMean, cost: str = "full") -> Lead:
     """A size against the planned dense models at its own cost."""
-    lead = find_lead(trace_frontier(fit_planned(), COSTS[cost]), size, COSTS[cost])
+    lead = find_lead(find_corners(cost), size, COSTS[cost])
     assert lead is not None
     return lead
+
+
+def is_beyond(size: SizeMean, cost: str) -> bool:
+    """Whether a size cost more than any dense model: its lead is then extrapolated."""
+    spent = average_cost(size, COSTS[cost])
+    assert spent is not None
+    return spent > find_corners(cost)[-1].cost * (1 + SAME_COST)
 
 
 def say_signed(value: float, error: float | None) -> str:
@@ -101,8 +162,10 @@ def say_difference(size: SizeMean, other: SizeMean) -> str:
     return f"{say_signed(percent, error)} %"
 
 
-def say_lead(lead: Lead) -> str:
-    return f"{say_signed(lead.percent, lead.error)} %"
+def say_lead(size: SizeMean, cost: str = "full") -> str:
+    """A lead; * marks one at a cost beyond all dense models."""
+    lead = lead_of(size, cost)
+    return f"{say_signed(lead.percent, lead.error)} %" + "*" * is_beyond(size, cost)
 
 
 def say_multiplier(lead: Lead) -> str:
@@ -138,8 +201,8 @@ def write_minima() -> str:
                 format_power(budget),
                 f"{say_shape(dense)}: {say_losses(dense)}",
                 f"{say_shape(routed)}: {say_losses(routed)}",
-                f"**{say_lead(lead_of(routed))}**",
-                f"**{say_lead(lead_of(routed, 'executed'))}**",
+                say_lead(routed),
+                say_lead(routed, "executed"),
                 say_multiplier(lead_of(routed)),
                 say_multiplier(lead_of(routed, "executed")),
                 fitted,
@@ -232,14 +295,52 @@ def write_cheaper() -> str:
     return write_table(head, rows)
 
 
+def take_pair(plan: str) -> tuple[SizeMean, SizeMean]:
+    """The best MoD and the best dense model of 1.3e15, by the runs of a plan."""
+    routed, dense = (take_size(f"{plan}/1.3e15/{s}") for s in ("mod/w160-l12", "dense/w160-l6"))
+    return routed, dense
+
+
+def say_shrinkage(*, own: bool = False) -> str:
+    """By how much the lead of fresh seeds is smaller than that of the plan's; by `own` spreads."""
+    leads = []
+    for plan in ("isoflop", "replication"):
+        pair = take_pair(plan)
+        if own:
+            pair = [average_seeds(size.rows, lambda row: row.judged) for size in pair]
+        leads.append(compare_sizes(*pair))
+    (planned, error), (fresh, other) = leads
+    assert error is not None
+    assert other is not None
+    shrinkage, error = fresh - planned, math.hypot(error, other)
+    assert shrinkage < 2 * error, "then say that it does not replicate"
+    return format_error(shrinkage, error)
+
+
 def write_replication() -> str:
     rows = []
     for name, note in (("isoflop", "the plan's"), ("replication", "fresh, another tokenizer")):
-        dense, routed = (
-            take_size(f"{name}/1.3e15/{shape}") for shape in ("dense/w160-l6", "mod/w160-l12")
-        )
+        routed, dense = take_pair(name)
         rows.append([note, say_losses(dense), say_losses(routed), say_difference(routed, dense)])
-    return write_table(["seeds", "dense, 160 × 6", "MoD, 160 × 12", "difference"], rows)
+    table = write_table(["seeds", "dense, 160 × 6", "MoD, 160 × 12", "difference"], rows)
+    text = wrap(
+        f"The lead of the fresh seeds is smaller by {say_shrinkage()} points "
+        f"({say_shrinkage(own=True)} by the spread of these ten runs alone). Their own lead and "
+        f"its distance from the plan's are both within two standard errors, so they neither "
+        f"confirm the lead nor refute it."
+    )
+    return f"{table}\n{text}"
+
+
+def write_noise() -> str:
+    share, free = pool_spread()
+    return wrap(
+        f"± is a standard error over seeds: of a model with three seeds from its own. A model with "
+        f"one or two takes the standard deviation of all models with several seeds, "
+        f"{100 * share:.2f} % of the loss ({free} degrees of freedom; without the MoD of width 96 "
+        f"and 6 layers at 4e14, whose seeds differ ten times as much). A standard error from three "
+        f"seeds is itself known only to within a factor of two."
+    )
 
 
 def find_clocks() -> list[float]:
@@ -286,8 +387,20 @@ def find_accuracies() -> list[float]:
     return found
 
 
+def find_changes() -> list[float]:
+    """By how many per cent causal decisions change the loss, for each of the usual runs."""
+    return [100 * (row.judged / row.loss - 1) for row in list_usual() if row.loss]
+
+
+def say_change() -> str:
+    """The mean of these, with three digits: it is that small."""
+    changes = find_changes()
+    error = statistics.stdev(changes) / math.sqrt(len(changes))
+    return f"{statistics.fmean(changes):+.3f} ± {error:.3f}".replace("-", "−")
+
+
 def write_causal() -> str:
-    changes = [100 * (row.judged / row.loss - 1) for row in list_usual() if row.loss]
+    changes = find_changes()
     heads = [h for row in list_usual() for h in row.heads if h.name == "predictor"]
     low, high = (say_signed(pick(changes), None) for pick in (min, max))
     precision, recall = (
@@ -296,10 +409,11 @@ def write_causal() -> str:
     exact = find_accuracies()
     return wrap(
         f"Over the {len(changes)} routed runs of which both losses are kept, causal decisions "
-        f"change the loss by {low} to {high} %. Predictors have a precision of "
-        f"{min(precision):.2f} to {max(precision):.2f} and a recall of {min(recall):.2f} to "
-        f"{max(recall):.2f}; at 12.5 % of the tokens that is an accuracy of {min(exact):.1f} to "
-        f"{max(exact):.1f} % ({len(exact)} runs), where skipping every token has 87.5 %."
+        f"change the loss by {low} to {high} %, on average by {say_change()} %. Predictors have a "
+        f"precision of {min(precision):.2f} to {max(precision):.2f} and a recall of "
+        f"{min(recall):.2f} to {max(recall):.2f}; at 12.5 % of the tokens that is an accuracy of "
+        f"{min(exact):.1f} to {max(exact):.1f} % ({len(exact)} runs), where skipping every token "
+        f"has 87.5 %."
     )
 
 
@@ -339,7 +453,8 @@ def write_controls() -> str:
         for record in read_lines(RUNS / "controls.jsonl")
         if "early-exit" in record["run"]
     )
-    against = (f"{say_signed(100 * (loss / each.loss - 1), None)} %" for each in (learned, dense))
+    single = steady(learned._replace(loss=loss, num_seeds=1))
+    against = (say_difference(single, each) for each in (learned, dense))
     name = "early exit of before: tokens that left still passed every dense block"
     rows.insert(3, [name, f"{loss:.3f}", f"{loss:.3f}", *against])
     return write_table(["choice", "loss", "mean", "against learned", "against dense"], rows)
@@ -504,15 +619,39 @@ def write_upcycle() -> str:
     return write_table([*head, "against the fair baseline"], rows)
 
 
+PAGE_TOKENS = 16
+"""Of a page of the engine's cache."""
+LENGTHS = range(64, 2049)
+"""Tokens of a sequence, for the share of the cache that it takes."""
+
+
+def say_cache() -> str:
+    """A routed model's share of a dense cache, by tokens and by pages."""
+    routed, plain = (
+        load_preset("220m", **{"routing.strategy": name}) for name in ("expert_choice", "none")
+    )
+    shares = []
+    for length in LENGTHS:
+        pages, kept = math.ceil(length / PAGE_TOKENS), num_kept(routed.capacities[0], length)
+        few, layers = math.ceil(kept / PAGE_TOKENS), routed.num_layers
+        num_routed = len(routed.routed_layers)
+        shares.append(((layers - num_routed) * pages + num_routed * few) / (layers * pages))
+    count = (flops.kv_cache_bytes(each, seq_len=LENGTHS[-1]) for each in (routed, plain))
+    low, high = min(shares), max(shares)
+    return (
+        f"{next(count) / next(count):.4f} of the dense bytes by tokens, {low:.4f} to {high:.4f} in "
+        f"pages of {PAGE_TOKENS} ({LENGTHS[0]} to {LENGTHS[-1]:,} tokens)"
+    )
+
+
 def write_claims() -> str:
     """Each claim of the paper: what was found, how sure it is, under which conditions."""
-    leads = {
-        cost: [lead_of(take_best("mod", b), cost) for b in BUDGETS] for cost in ("full", "executed")
+    best, dense = ({b: take_best(kind, b) for b in BUDGETS} for kind in ("mod", "dense"))
+    say = {
+        cost: ", ".join(say_lead(size, cost) for size in best.values())
+        for cost in ("full", "executed")
     }
-    say = {cost: ", ".join(say_lead(lead) for lead in leads[cost]) for cost in ("full", "executed")}
-    times = ", ".join(say_multiplier(lead) for lead in leads["executed"])
-    dense = {b: take_best("dense", b) for b in BUDGETS}
-    again = [take_size(f"replication/1.3e15/{s}") for s in ("mod/w160-l12", "dense/w160-l6")]
+    times = ", ".join(say_multiplier(lead_of(size, "executed")) for size in best.values())
     same = {
         4e15: take_size("shapes/4e15/mod/w224-l8"),
         1.3e15: take_size("shapes/1.3e15/mod/w160-l6"),
@@ -535,18 +674,20 @@ def write_claims() -> str:
     rows = [
         (
             "At equal training FLOPs the best MoD is up to 1.5 % better than the best dense model",
-            "**supported**, by less",
+            "**supported** with the plan's seeds, by less; fresh seeds **inconclusive**",
             f"at 4e14, 1.3e15, 4e15 and 1.3e16: {say['full']} in full FLOPs, {say['executed']} in "
-            f"executed ones, in which dense needs {times} times the compute (\\* extrapolated). "
-            f"The runs at 1.3e15 chose the recipe; fresh ones with another tokenizer gave "
-            f"{say_difference(*again)}: not explained yet",
+            f"executed ones, in which dense needs {times} times the compute (\\* extrapolated "
+            f"beyond the dense models). The runs at 1.3e15 chose the recipe; fresh ones with "
+            f"another tokenizer gave {say_difference(*take_pair('replication'))}, a lead smaller "
+            f"by {say_shrinkage()} points: not explained yet",
             "3, 3, 3, 2; fresh 2",
             "[isoflop.md](isoflop.md)",
         ),
         (
             "The lead at larger budgets",
             "**not shown** to change",
-            "within noise by both conventions; the minima at 1.3e16 are not yet bracketed",
+            "within noise by both conventions; the minima at 1.3e16 are not yet bracketed, and its "
+            "lead in executed FLOPs is extrapolated",
             "3, 3, 3, 2",
             "[isoflop.md](isoflop.md)",
         ),
@@ -558,22 +699,24 @@ def write_claims() -> str:
                 f"{say_difference(size, dense[b])} at {format_power(b)}"
                 for b, size in sorted(same.items())
             )
-            + f"; not at 4e14. At 1.3e16 that takes {100 * (clocks[1] / clocks[0] - 1):.0f} % "
-            f"*more* wall clock to train; at equal wall clock ({clocks[0]:.1f} and {clocks[2]:.1f} "
-            f"s) a MoD is at {say_difference(take_best('mod', 1.3e16), dense[1.3e16])}",
+            + f" (the first two shapes were chosen after the planned ones had been seen). At "
+            f"1.3e16 that takes {100 * (clocks[1] / clocks[0] - 1):.0f} % *more* wall clock to "
+            f"train; at equal wall clock ({clocks[0]:.1f} and {clocks[2]:.1f} s) a MoD is at "
+            f"{say_difference(best[1.3e16], dense[1.3e16])}",
             "3, 3, 2",
             "[isoflop.md](isoflop.md)",
         ),
         (
             "A 220M MoD slightly beats its isoFLOP-optimal baseline …",
             "not tested",
-            "the best MoD here has 17 M parameters; budgets are hundreds of times smaller",
+            f"the best MoD here has {best[1.3e16].parameters / 1e6:.0f} M parameters; budgets are "
+            f"hundreds of times smaller",
             "",
             "",
         ),
         (
             "… and steps upwards of 60 % faster in training",
-            "**supported** at equal shape, not at equal loss",
+            "**supported** at width 1024 and equal shape only",
             f"{ratios['large'][0]:.2f} times the steps of its dense twin (width 1024, 16 layers), "
             f"{ratios['small'][0]:.2f} at width 512; {clock_ratios[0]:.2f} and "
             f"{clock_ratios[1]:.2f} times for the MoDs of 1.3e16 that are as good and better",
@@ -582,7 +725,7 @@ def write_claims() -> str:
         ),
         (
             "Upwards of 50 % faster steps in sampling",
-            "**supported** at equal shape with random weights, not for trained models",
+            "**partly**: at equal shape with random weights, not for trained models",
             "whole calls of a 1.3B shape: 1.58 times for one request, 1.29 for 8, 1.38 for 64 and "
             "1.63 for 256. Trained models of 11 to 17 M parameters gain nothing for one request",
             "one machine",
@@ -591,7 +734,7 @@ def write_claims() -> str:
         (
             "A smaller cache of keys and values",
             "**supported**",
-            "0.5625 of the dense bytes at 12.5 % in every other block, counted and allocated",
+            f"{say_cache()}, at 12.5 % in every other block",
             "exact",
             "[docs/sampling.md](../docs/sampling.md#the-cache)",
         ),
@@ -599,9 +742,9 @@ def write_claims() -> str:
             "12.5 % of the tokens in every other block is best",
             "every other block: **supported**; 12.5 %: **not shown**",
             f"12.5 and 6.25 % are indistinguishable; 25 and 50 % are at "
-            f"{say_difference(quarter, take_best('mod', 4e14))} and "
-            f"{say_difference(half, take_best('mod', 4e14))} (4e14)",
-            "3; else 1",
+            f"{say_difference(quarter, best[4e14])} and "
+            f"{say_difference(half, best[4e14])} (4e14)",
+            "3; others 1",
             "[ablations.md](ablations.md)",
         ),
         (
@@ -617,9 +760,9 @@ def write_claims() -> str:
         (
             "Causal decisions cost next to nothing",
             "**supported**",
-            "see the range over runs in [isoflop.md](isoflop.md#causal-decisions)",
+            f"{say_change()} % over {len(find_changes())} runs",
             "one each",
-            "[docs/sampling.md](../docs/sampling.md#what-it-costs)",
+            "[isoflop.md](isoflop.md#causal-decisions)",
         ),
         (
             "A predictor predicts top-k with 99 % accuracy",
@@ -664,21 +807,25 @@ def write_front() -> str:
     dense, as_good = take_size(CLOCK[0]), take_size(CLOCK[1])
     clocks, ratios = find_clocks(), read_step_ratios()
     trends = [fit_trend(zip(BUDGETS, leads, strict=True)) for leads in (full, executed)]
-    again = [take_size(f"replication/1.3e15/{s}") for s in ("mod/w160-l12", "dense/w160-l6")]
 
-    def say_all(leads: Sequence[Lead]) -> str:
-        return ", ".join(format_error(-lead.percent, lead.error) for lead in leads)
+    def say_all(cost: str) -> str:
+        return ", ".join(
+            format_error(-lead_of(size, cost).percent, lead_of(size, cost).error)
+            + "*" * is_beyond(size, cost)
+            for size in best
+        )
 
     rows = [
         (
             "How much better is the best MoD at equal training FLOPs?",
-            f"{say_all(full)} % lower loss at 4e14, 1.3e15, 4e15, 1.3e16 FLOPs",
+            f"{say_all('full')} % lower loss at 4e14, 1.3e15, 4e15, 1.3e16 FLOPs",
             "planned sizes; attention counted as a full square, the optimiser not counted",
         ),
         (
             "The same, counting what is executed?",
-            f"{say_all(executed)} %",
-            "half the attention square, and Muon's own products",
+            f"{say_all('executed')} %",
+            "half the attention square, and Muon's own products; \\* extrapolated beyond the dense "
+            "models",
         ),
         (
             "How much compute does it save?",
@@ -694,7 +841,8 @@ def write_front() -> str:
         ),
         (
             "Does it replicate?",
-            f"{say_difference(*again)}, less than above",
+            f"inconclusive: {say_difference(*take_pair('replication'))}, a lead smaller by "
+            f"{say_shrinkage()} points",
             "1.3e15, two fresh seeds and another tokenizer; not explained yet",
         ),
         (
@@ -712,8 +860,8 @@ def write_front() -> str:
         ),
         (
             "How large is the cache?",
-            "0.5625 of the dense bytes",
-            "allocated in pages of 16 tokens",
+            say_cache(),
+            "12.5 % in every other block",
         ),
     ]
     return write_table(["question", "answer", "conditions"], rows)
@@ -725,6 +873,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "trend": write_trend,
     "cheaper": write_cheaper,
     "replication": write_replication,
+    "noise": write_noise,
     "clock": write_clock,
     "causal": write_causal,
     "controls": write_controls,

@@ -1,0 +1,45 @@
+"""What results/ says: errors of models with few seeds, and marks on what is extrapolated."""
+
+import math
+
+import pytest
+import results
+
+from depthmix.report.fit import average_seeds
+
+
+def test_pages_say_what_the_records_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["results.py", "--check"])
+    results.main()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_seeds"),
+    [("isoflop/1.3e16/dense/w288-l10", 2), ("shapes/4e15/mod/w288-l8", 1)],
+)
+def test_few_seeds_take_the_spread_of_all_models(name: str, num_seeds: int) -> None:
+    size, (share, free) = results.take_size(name), results.pool_spread()
+    assert size.num_seeds == num_seeds
+    assert size.error == pytest.approx(share * size.loss / math.sqrt(num_seeds))
+    assert free > 30
+
+
+def test_three_seeds_keep_their_own_spread() -> None:
+    size = results.take_size("isoflop/4e14/dense/w128-l4")
+    assert size.spread == average_seeds(size.rows, lambda row: row.judged).spread
+
+
+def test_the_pooled_spread_leaves_out_the_unsteady_model() -> None:
+    share, _ = results.pool_spread()
+    unsteady = results.take_size(results.UNSTEADY)
+    assert unsteady.spread is not None
+    assert unsteady.spread / unsteady.loss > 10 * share
+
+
+def test_a_lead_beyond_the_dense_models_is_marked() -> None:
+    marks = {
+        (budget, cost): results.say_lead(results.take_best("mod", budget), cost).endswith("*")
+        for budget in results.BUDGETS
+        for cost in ("full", "executed")
+    }
+    assert {key for key, marked in marks.items() if marked} == {(1.3e16, "executed")}
