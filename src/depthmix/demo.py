@@ -30,6 +30,7 @@ from depthmix.report.describe import describe_model, print_tables
 from depthmix.report.figures import NoMatplotlib
 from depthmix.report.view import write_page
 from depthmix.runs.folder import RunDir, name_run
+from depthmix.runs.losses import JUDGED, TRAINED, read_metric
 from depthmix.sample import start_sampler
 from depthmix.sample.show import Show
 from depthmix.train.launch import Launch, launch
@@ -149,7 +150,7 @@ def tell_outcome(config: ModelConfig, dense: Trained, routed: Trained) -> str:
         f"block processes, and the others skip it. So each token costs less, and the model read "
         f"{more:.1f} times as much text for the same compute."
     )
-    ours, theirs = _find_loss(routed), dense.val.get("loss")
+    ours, theirs = (read_metric(run.val, JUDGED) for run in (routed, dense))
     if ours is None or theirs is None:
         return said
     percent = 100 * (ours - theirs) / theirs
@@ -265,21 +266,13 @@ def print_result(console: Console, dense: Trained, routed: Trained) -> None:
     add("training FLOPs", "{:.2e}", *(run.last["flops"] for run in runs))
     add("tokens seen", "{:,.0f}", *(run.last["tokens"] for run in runs))
     add("tokens per second", "{:,.0f}", *(run.last["tokens_per_second"] for run in runs))
-    topk = dense.val.get("loss"), routed.val.get("loss_topk")
-    add("validation loss", "{:.3f}", *topk)
-    add("  under causal routing", "{:.3f}", None, routed.val.get("loss_causal"))
-    add("bits per byte", "{:.3f}", dense.val.get("bits_per_byte"), _find_bits(routed))
+    add("validation loss", "{:.3f}", *(read_metric(run.val, TRAINED) for run in runs))
+    add("  under causal routing", "{:.3f}", None, read_metric(routed.val, ("causal",)))
+    bits = (read_metric(run.val, JUDGED, "bits_per_byte") for run in runs)
+    add("bits per byte", "{:.3f}", *bits)
     speeds = [run.last["tokens_per_second"] for run in runs]
     # a run of one step has no speed
     add("speed-up, measured", "{:.2f} x", None, speeds[1] / speeds[0] if all(speeds) else None)
     per_token = [run.last["flops"] / run.last["tokens"] for run in runs]
     add("speed-up, by FLOPs", "{:.2f} x", None, per_token[0] / per_token[1])
     console.print(table)
-
-
-def _find_loss(run: Trained) -> float | None:
-    return run.val.get("loss_causal", run.val.get("loss_topk"))
-
-
-def _find_bits(run: Trained) -> float | None:
-    return run.val.get("bits_per_byte_causal", run.val.get("bits_per_byte_topk"))

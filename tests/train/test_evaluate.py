@@ -1,6 +1,5 @@
 """Validation against whole logits and counts by hand, under every selector."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ from depthmix.nn.losses import IGNORE, HeadLoss, RoutingLoss, language_model_los
 from depthmix.train import evaluate
 from depthmix.train.evaluate import (
     TokenBatch,
-    bits_per_byte,
     describe_routing,
     look_at_batch,
     make_val_loader,
@@ -252,12 +250,6 @@ def test_parts_have_the_names_that_docs_use() -> None:
         "expert_predictor_routed_fraction": 4,
     }
     assert describe_routing(RoutingLoss(one)) == {}
-
-
-def test_bits_per_byte() -> None:
-    # eight equally likely tokens of two bytes: three bits for two bytes
-    assert bits_per_byte(math.log(8), 2.0) == pytest.approx(1.5)
-    assert bits_per_byte(1.0, None) is None
 
 
 def test_validation_leaves_the_model_alone() -> None:

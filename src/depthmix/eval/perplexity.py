@@ -4,7 +4,6 @@ Texts and data folders become streams of tokens, cut into windows; results do no
 batch size or on the lengths of the rows in a batch.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -24,7 +23,7 @@ from depthmix.nn import Transformer
 from depthmix.nn.losses import IGNORE
 from depthmix.nn.transformer import Hidden
 from depthmix.runs import RunDir
-from depthmix.train.evaluate import bits_per_byte
+from depthmix.runs.losses import bits_per_byte, name_metric, perplexity
 
 
 class Stream(NamedTuple):
@@ -84,7 +83,7 @@ def measure_stream(
         rules[name] = {
             "selector": selector,
             "loss": loss,
-            "perplexity": math.exp(min(loss, 700.0)),
+            "perplexity": perplexity(loss),
             "bits_per_byte": bits_per_byte(loss, per_token),
             "share_routed": share,
         }
@@ -116,8 +115,7 @@ def tell_stream(name: object, found: Mapping[str, Any]) -> list[str]:
 
 def keep_test_loss(run: RunDir, found: Mapping[str, Any]) -> None:
     """Add what `measure_stream` found on the test split to a run's metrics."""
-    names = {"dense": "loss", "topk": "loss_topk", "causal": "loss_causal"}
-    losses = {names[rule]: each["loss"] for rule, each in found["rules"].items()}
+    losses = {name_metric(rule): each["loss"] for rule, each in found["rules"].items()}
     with run.lock():
         step = run.read_json("status.json").get("step", 0)
         run.append_metrics({"step": step, "kind": "test", **losses})

@@ -16,6 +16,7 @@ from depthmix.config import GATES, STRATEGIES, ModelConfig, Recipe, RunConfig
 from depthmix.flops import Parameters, flops_per_token, num_parameters
 from depthmix.runs import Record, RunSummary, read_runs
 from depthmix.runs.folder import RunDir
+from depthmix.runs.losses import TRAINED, name_metric, read_metric
 
 BUDGET_TOLERANCE = 0.02
 """Budgets so close, as a share, are one: a run spends whole steps."""
@@ -162,7 +163,7 @@ def _load_run(
         [r for r in records if r.get("kind") == kind] for kind in ("train", "val", "test")
     )
     # a loss that is not finite is written as null; top-k must not stand in for it
-    if not problem and val and val[-1].get("loss_causal", 0.0) is None:
+    if not problem and val and val[-1].get(name_metric("causal"), 0.0) is None:
         problem = "its loss under causal decisions is not finite"
     if problem:
         return SkippedRun(name, summary.state, problem)
@@ -205,8 +206,8 @@ def _read_row(
     return make_row(
         name,
         config,
-        test_loss=tested.get("loss_topk", tested.get("loss")),
-        test_loss_causal=tested.get("loss_causal"),
+        test_loss=read_metric(tested, TRAINED),
+        test_loss_causal=read_metric(tested, ("causal",)),
         num_steps=summary.step,
         flops=float(schedule.count_flops(summary.step, "full")),
         executed_flops=float(executed),

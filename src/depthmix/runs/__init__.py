@@ -1,4 +1,4 @@
-"""Runs on disk: a run's folder (`folder`), and a table of all runs (`table`)."""
+"""Runs on disk: a run's folder (`folder`), its losses (`losses`), a table of all runs (`table`)."""
 
 from depthmix.runs.folder import RunDir, find_runs, name_run
 from depthmix.runs.table import Record, RunSummary, list_runs, print_runs, read_runs, to_json

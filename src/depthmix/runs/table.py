@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from depthmix import flops
 from depthmix.config import ModelConfig
 from depthmix.runs.folder import RunDir, find_runs
+from depthmix.runs.losses import TRAINED, read_metric
 from depthmix.units import format_estimate, format_number, format_power
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ def _read_run(path: Path) -> tuple[RunSummary, Sequence[Record]]:
             num_parameters=flops.num_parameters(ModelConfig.from_dict(config["model"])).total,
             flops=train.get("flops"),
             loss=train.get("loss"),
-            val_loss_topk=val.get("loss_topk", val.get("loss")),
-            val_loss_causal=val.get("loss_causal"),
+            val_loss_topk=read_metric(val, TRAINED),
+            val_loss_causal=read_metric(val, ("causal",)),
             tokens_per_second=train.get("tokens_per_second"),
         )
         return summary, records

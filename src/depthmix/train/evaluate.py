@@ -1,6 +1,5 @@
 """Validation: its batches, losses under each relevant selector, and router statistics."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from depthmix.nn import Transformer
 from depthmix.nn.losses import IGNORE, routing_loss, token_loss
 from depthmix.nn.routing import Routing
 from depthmix.nn.transformer import Hidden
+from depthmix.runs.losses import name_metric
 
 # compute the logits of this many tokens at a time
 CHUNK_TOKENS = 4096
@@ -51,10 +51,7 @@ def validate(
     of tokens that no block kept. Also returns the gates of the kept tokens, one tensor per routed
     block. `run_model` is a `Root`, which calls a function with the model.
     """
-    selectors = {
-        "loss" if rule == "dense" else f"loss_{rule}": selector
-        for rule, selector in config.list_rules().items()
-    }
+    selectors = {name_metric(rule): selector for rule, selector in config.list_rules().items()}
     sums: dict[str, Tensor] = {}
     weights: list[list[Tensor]] = [[] for _ in config.routed_layers]
     count = 0
@@ -101,11 +98,6 @@ def add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
     """Add to a named sum that may not exist yet."""
     value = value.detach().double()
     sums[name] = sums[name] + value if name in sums else value
-
-
-def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
-    """Convert a loss in nats per token to bits per byte, comparable between tokenizers."""
-    return None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
 
 
 def describe_routing(scored: Any) -> dict[str, Tensor]:

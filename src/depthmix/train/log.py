@@ -22,6 +22,7 @@ from torch import Tensor
 from depthmix.files import replace_file
 from depthmix.progress import READER_GONE, say
 from depthmix.runs.folder import RunDir
+from depthmix.runs.losses import perplexity
 from depthmix.units import format_clock, format_number
 
 REFRESH_SECONDS = 0.25
@@ -245,9 +246,7 @@ def format_fields(fields: Mapping[str, Any]) -> str:
     rest = {n: float(v) for n, v in fields.items() if v is not None and n not in words}
     parts = []
     if (loss := rest.pop("loss", None)) is not None:
-        parts.append(f"loss {loss:.3f}")
-        # the perplexity of a diverged loss would overflow
-        parts.append(f"ppl {math.exp(min(loss, 700.0)):.4g}")
+        parts += [f"loss {loss:.3f}", f"ppl {perplexity(loss):.4g}"]
     if (speed := rest.pop("tokens_per_second", None)) is not None:
         parts.append(f"{format_number(speed)} tokens/s")
     if (speed := rest.pop("flops_per_second", None)) is not None:

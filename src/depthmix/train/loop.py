@@ -24,11 +24,11 @@ from depthmix.interrupt import Interrupt
 from depthmix.models import StoredModel
 from depthmix.nn import Transformer
 from depthmix.runs.folder import RunDir, State
+from depthmix.runs.losses import JUDGED, bits_per_byte, name_metric, perplexity, read_metric
 from depthmix.train import parallel
 from depthmix.train.distill import open_distillation
 from depthmix.train.evaluate import (
     TokenBatch,
-    bits_per_byte,
     make_val_loader,
     read_val_batches,
     validate,
@@ -56,10 +56,9 @@ class Ending(NamedTuple):
 
     def describe_val(self) -> str:
         """The last validation as part of a sentence; empty if there was none."""
-        names = {"loss": "", "loss_topk": " (top-k)", "loss_causal": " (causal)"}
-        losses = [
-            f"{self.val[name]:.3f}{label}" for name, label in names.items() if name in self.val
-        ]
+        labels = {"dense": "", "topk": " (top-k)", "causal": " (causal)"}
+        found = {label: self.val.get(name_metric(rule)) for rule, label in labels.items()}
+        losses = [f"{loss:.3f}{label}" for label, loss in found.items() if loss is not None]
         return f", validation loss {', '.join(losses)}" if losses else ""
 
 
@@ -259,8 +258,7 @@ class Trainer:
         record = self.meter.read(reading)
         check_finite(record, reading.step)
         self.loss = loss = record["loss"]
-        # capped to a float's range
-        record["perplexity"] = math.exp(min(loss, 700.0))
+        record["perplexity"] = perplexity(loss)
         record["bits_per_byte"] = bits_per_byte(loss, self.corpus.bytes_per_token)
         logger.log({"step": reading.step, "kind": "train", **record, **extra})
         self.shown = _choose_shown(record, self.schedule.flops)
@@ -283,8 +281,9 @@ class Trainer:
         values = self.world.average(torch.stack(list(means.values())))
         record = dict(zip(means, values.tolist(), strict=True))
         per_token = self.val_loader.split.bytes_per_token
-        for name in [name for name in record if name in ("loss", "loss_topk", "loss_causal")]:
-            record[name.replace("loss", "bits_per_byte")] = bits_per_byte(record[name], per_token)
+        for rule in JUDGED:
+            if (loss := record.get(name_metric(rule))) is not None:
+                record[name_metric(rule, "bits_per_byte")] = bits_per_byte(loss, per_token)
         logger.log({"step": step, "kind": "val", **record})
         for layer, weights in zip(self.run.model.routed_layers, gates, strict=True):
             logger.histogram(f"weights_layer_{layer}", weights, step)
@@ -302,7 +301,7 @@ class Trainer:
             "data": self.corpus.manifest_hash,
             "rng": collect_rng(),
         }
-        score = self.val.get("loss_causal", self.val.get("loss_topk", self.val.get("loss")))
+        score = read_metric(self.val, JUDGED)
         tensors = collect_parts(self.model, self.optimizers)
         # the loss is from before the update, which may have diverged
         (broken,) = self.world.agree(not math.isfinite(find_largest(tensors)))
