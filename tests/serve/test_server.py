@@ -59,6 +59,11 @@ def read_to_end(connection: socket.socket) -> bytes:
     return found
 
 
+def read_problem(answer: bytes) -> tuple[int, dict[str, Any]]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
 def test_the_openai_client_is_served() -> None:
     with run_server(key=SECRET) as running, ask_openai(running) as client:
         assert [model.id for model in client.models.list()] == ["tiny"]
@@ -158,10 +163,45 @@ def test_a_head_that_does_not_come_is_not_waited_for(head: bytes) -> None:
             assert b"HTTP" not in read_to_end(connection)
 
 
-def test_a_head_over_the_limit_is_refused() -> None:
+@pytest.mark.parametrize("rest", [b"", b"\r\nHost: localhost\r\n\r\n"], ids=["part", "whole"])
+def test_a_head_over_the_limit_is_refused(rest: bytes) -> None:
     with run_server(Limits(max_header_bytes=2000)) as running, running.connect() as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * 4000)
-        assert read_to_end(connection).startswith(b"HTTP/1.1 400")
+        connection.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * 4000 + rest)
+        status, error = read_problem(read_to_end(connection))
+        assert status == (431 if rest else 400)
+        assert "over 2,000 bytes" in error["message"]
+
+
+@pytest.mark.parametrize("start", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"])
+def test_what_is_not_http_is_refused_in_the_shape_of_all_errors(start: bytes) -> None:
+    with run_server() as running, running.connect() as connection:
+        connection.sendall(start + b"\0\r\n\r\n")
+        status, error = read_problem(read_to_end(connection))
+        assert (status, error["type"]) == (400, "invalid_request_error")
+        assert "not valid HTTP" in error["message"]
+
+
+def test_a_body_that_breaks_off_in_an_answer_ends_the_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with run_server() as running, running.connect() as connection:
+        connection.sendall(head)
+        while b'"ok"' not in connection.recv(65536):
+            pass
+        connection.sendall(b"no length\r\n")
+        assert read_to_end(connection) == b""
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+@pytest.mark.parametrize("body", [b"x", b"x" * 10], ids=["part", "whole"])
+def test_a_body_that_comes_after_the_answer_is_not_waited_for(body: bytes) -> None:
+    with run_server(Limits(header_seconds=0.2)) as running, running.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n")
+        while b'"ok"' not in connection.recv(65536):
+            pass
+        connection.sendall(body)
+        assert read_to_end(connection) == b""
 
 
 def test_a_connection_without_requests_is_closed() -> None:
@@ -175,7 +215,14 @@ def test_connections_over_the_limit_are_answered_503() -> None:
         held = [running.connect() for _ in range(2)]
         running.wait_for(lambda: len(running.server.server_state.connections) == 2)
         url = f"http://127.0.0.1:{running.port}/health"
-        assert httpx.get(url).status_code == 503
+        with httpx.Client() as client:
+            assert client.get(url).status_code == 200
+            refused = httpx.get(url)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["type"] == "service_unavailable"
+            assert "too many connections" in refused.json()["error"]["message"]
+            # who is here already is served
+            assert client.get(url).status_code == 200
         for connection in held:
             connection.close()
         running.wait_for(lambda: not running.server.server_state.connections)
@@ -199,6 +246,26 @@ def test_who_does_not_read_is_cut_off() -> None:
             head, _, rest = read_to_end(connection).partition(b"\r\n\r\n")
             (length,) = re.findall(rb"content-length: (\d+)", head)
             assert len(rest) < int(length)
+
+
+def test_a_short_answer_that_is_not_read_is_cut_off_too() -> None:
+    with run_server(Limits(write_seconds=0.2), small_buffers=True) as running:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(30)
+        connection.connect(("127.0.0.1", running.port))
+        with connection:
+            # less than asyncio itself would call much
+            body = json.dumps({"prompt": "a" * 20_000}).encode()
+            connection.sendall(
+                b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            running.wait_for(lambda: running.server.server_state.total_requests == 1)
+            running.wait_for(lambda: not running.server.server_state.connections)
+            head, _, rest = read_to_end(connection).partition(b"\r\n\r\n")
+            (length,) = re.findall(rb"content-length: (\d+)", head)
+            assert len(rest) < int(length) < 65536
 
 
 def test_a_drain_has_a_limit_and_tells_whoever_is_left() -> None:

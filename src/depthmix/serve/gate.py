@@ -49,6 +49,7 @@ class Gate:
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         try:
+            self._check_head(scope)
             self._check_host(headers)
             if scope["path"] not in OPEN_PATHS:
                 self._check_key(headers)
@@ -58,12 +59,19 @@ class Gate:
                     return
                 receive = _replay(body, receive)
         except ServeError as problem:
-            response = answer_problem(problem)
-            # what is left of the body is not read
-            response.headers["Connection"] = "close"
-            await response(scope, receive, send)
+            await close_with(problem)(scope, receive, send)
             return
         await self.app(scope, receive, send)
+
+    def _check_head(self, scope: Scope) -> None:
+        # h11 has a limit only for a head that is not complete
+        most = self.limits.max_header_bytes
+        size = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
+        size += sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > most:
+            raise StatusError(
+                431, f"the head is over {most:,} bytes: send less", code="head_too_large"
+            )
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         if self.hosts is None:
@@ -128,6 +136,13 @@ def answer_problem(problem: ServeError) -> Response:
     """A problem as an answer."""
     text = json.dumps(problem.to_dict(), ensure_ascii=False)
     return PlainJSON(text, status_code=problem.status, headers=problem.headers)
+
+
+def close_with(problem: ServeError) -> Response:
+    """A problem as a connection's last answer: what is left of the request is not read."""
+    response = answer_problem(problem)
+    response.headers["Connection"] = "close"
+    return response
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -28,10 +28,11 @@ from depthmix.models import StoredModel
 from depthmix.sample.sampler import place_network
 from depthmix.serve.answers import ServedModel
 from depthmix.serve.app import make_app
-from depthmix.serve.gate import LOOPBACK_NAMES
+from depthmix.serve.gate import LOOPBACK_NAMES, close_with
 from depthmix.serve.lane import Lane
 from depthmix.serve.limits import Limits
 from depthmix.serve.metrics import Metrics
+from depthmix.serve.problems import RefusedError, UnavailableError
 from depthmix.serve.worker import Worker
 from depthmix.world import choose_device
 
@@ -41,7 +42,7 @@ FLUSH_SECONDS = 5
 
 
 class TimedProtocol(H11Protocol):
-    """A connection that is closed when a request's head, or the reading of an answer, takes long.
+    """A connection that is closed when a request, or the reading of an answer, takes too long.
 
     uvicorn itself only limits how long a connection waits between requests.
     """
@@ -49,49 +50,72 @@ class TimedProtocol(H11Protocol):
     def __init__(self, limits: Limits, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.limits = limits
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._request_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyrefly: ignore
-        """Wait for the first head."""
+        """Wait for the first request, if there is room for the connection."""
         super().connection_made(transport)
-        self._start_head()
+        # an answer that is not read counts from its first byte, however short it is
+        transport.set_write_buffer_limits(0)
+        if len(self.connections) > self.limits.max_connections:
+            full = UnavailableError("there are too many connections: try again later")
+            self.app = close_with(full)  # pyrefly: ignore
+        self._start_request()
 
     def data_received(self, data: bytes) -> None:
-        """Wait for the rest of the head, if that is what comes."""
-        if self.conn.their_state is h11.IDLE:
-            self._start_head()
+        """Wait for the rest of a request, unless one is being answered."""
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._stop_head()
+        if self.cycle is None or self.cycle.response_complete:
+            self._start_request()
+        else:
+            self._stop_request()
+
+    def send_400_response(self, msg: str) -> None:
+        """What cannot be read, in the shape of all errors."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            # an answer has begun
+            self.transport.close()
+            return
+        most = self.limits.max_header_bytes
+        answer = close_with(
+            RefusedError(f"the request is not valid HTTP, or its head is over {most:,} bytes")
+        )
+        parts = (
+            h11.Response(status_code=answer.status_code, headers=answer.raw_headers),
+            h11.Data(data=bytes(answer.body)),
+            h11.EndOfMessage(),
+        )
+        self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
+        self.transport.close()
 
     def pause_writing(self) -> None:
-        """The client does not read: it has some time to."""
+        """The client has not read everything: it has some time to."""
         super().pause_writing()
         if self._write_timer is None:
             wait = self.limits.write_seconds
             self._write_timer = self.loop.call_later(wait, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It reads again."""
+        """It has."""
         super().resume_writing()
         self._stop_write()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """No timer outlives its connection."""
-        self._stop_head()
+        self._stop_request()
         self._stop_write()
         super().connection_lost(exc)
 
-    def _start_head(self) -> None:
-        if self._head_timer is None:
+    def _start_request(self) -> None:
+        if self._request_timer is None:
             wait = self.limits.header_seconds
-            self._head_timer = self.loop.call_later(wait, self.transport.abort)
+            self._request_timer = self.loop.call_later(wait, self.transport.abort)
 
-    def _stop_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _stop_request(self) -> None:
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None
 
     def _stop_write(self) -> None:
         if self._write_timer is not None:
@@ -268,7 +292,6 @@ def make_server(app: Any, workers: Sequence[Worker], limits: Limits) -> Draining
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=limits.max_connections,
         h11_max_incomplete_event_size=limits.max_header_bytes,
         # uvicorn counts whole seconds here, asyncio does not mind
         timeout_keep_alive=limits.idle_seconds,  # pyrefly: ignore
