@@ -440,6 +440,7 @@ class Bench:
         length, num_new = self.sizes.single
         for way in WAYS:
             row = self.time_case(subject, [length], way, num_new)
+            row["ideal"] = compute_ideal(subject.config, [length], num_new, self.dtype.itemsize)
             first = 1e6 * row["first_s"] / num_new
             told = f"{row['us_per_token']:,.1f} µs a token (first call {first:,.1f})"
             told = f"single, {subject.name}, {way}: {told}{tell_shares(row)}"

@@ -474,17 +474,13 @@ def find_cells() -> dict[str, list[float]]:
 
 
 CAPACITIES = {"c06": "6.25 %", "c12": "12.5 %", "c25": "25 %", "c50": "50 %"}
-STOPPED = {
-    "c06-e1": "on the plateau at 5.0 after 70 % of the run",
-    "c12-e1": "at 4.8 after 50 %",
-    "c25-e1": "at 4.7 after 30 %",
-}
-"""Runs of the grid without a last loss."""
 
 
 def write_grid() -> str:
     found = {cell: ", ".join(f"{loss:.3f}" for loss in each) for cell, each in find_cells().items()}
-    found |= STOPPED
+    for run in json.loads((RESULTS / "stopped.json").read_text()):
+        cell = run["run"].rpartition("/")[2]
+        found[cell] = f"stopped after {100 * run['share']:.0f} %, at {run['loss']:.1f}"
     rows = [
         [name, *(found[f"{cell}-e{every}"] for every in (1, 2, 4))]
         for cell, name in CAPACITIES.items()
@@ -587,6 +583,112 @@ def write_train_step() -> str:
     return write_table([*head, "goal", "peak GiB"], rows)
 
 
+@cache
+def read_engine(shape: str) -> list[dict[str, Any]]:
+    """Times of whole calls, as `benchmarks/engine.py --json` left them."""
+    return json.loads((RESULTS / f"engine-{shape}.json").read_text())["rows"]
+
+
+def find_pair(shape: str, way: str, requests: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The dense and the routed row of one kind of call."""
+    part = "single" if requests == 1 else "batch"
+    key = {"part": part, "way": way, "requests": requests}
+    dense, mod = (
+        next(r for r in read_engine(shape) if {**key, "model": model}.items() <= r.items())
+        for model in ("dense", "mod")
+    )
+    return dense, mod
+
+
+def find_speedup(shape: str, way: str, requests: int) -> float:
+    """How much faster the routed model is."""
+    dense, mod = find_pair(shape, way, requests)
+    if requests == 1:
+        return dense["us_per_token"] / mod["us_per_token"]
+    return mod["tokens_per_second"] / dense["tokens_per_second"]
+
+
+def find_limit(shape: str, requests: int) -> float:
+    """How much faster it could be if only bytes and FLOPs mattered."""
+    dense, mod = find_pair(shape, "greedy", requests)
+    return dense["ideal"]["seconds"] / mod["ideal"]["seconds"]
+
+
+def write_single() -> str:
+    rows = []
+    for shape in SHAPES:
+        greedy = [row["us_per_token"] for row in find_pair(shape, "greedy", 1)]
+        for way in WAYS:
+            times = [row["us_per_token"] for row in find_pair(shape, way, 1)]
+            over = [f"{us / least:.2f}" for us, least in zip(times, greedy, strict=True)]
+            rows.append(
+                [
+                    *(shape, way, *(f"{us:.1f}" for us in times)),
+                    f"{find_speedup(shape, way, 1):.2f}",
+                    f"{find_limit(shape, 1):.2f}",
+                    *(["", ""] if way == "greedy" else over),
+                ]
+            )
+    head = ["", "", "dense", "MoD", "ratio", "bytes and FLOPs allow", "over greedy: dense", "MoD"]
+    return write_table(head, rows)
+
+
+def write_batches() -> str:
+    rows = []
+    for shape in SHAPES:
+        for requests in (8, 64, 256):
+            for way in (WAYS[0], WAYS[-1]):
+                speeds = [row["tokens_per_second"] for row in find_pair(shape, way, requests)]
+                rows.append(
+                    [
+                        *(shape, str(requests), way, *(f"{speed:,.0f}" for speed in speeds)),
+                        f"{find_speedup(shape, way, requests):.2f}",
+                        f"{find_limit(shape, requests):.2f}",
+                    ]
+                )
+    head = ["", "requests", "", "dense", "MoD", "ratio", "bytes and FLOPs allow"]
+    return write_table(head, rows)
+
+
+SHAPES = ("large", "small")
+WAYS = ("greedy", "temperature 0.8", "top-p 0.95")
+"""What the engine is timed at, see `benchmarks/engine.py`."""
+
+
+def write_speed() -> str:
+    """The README's table of sampling speed."""
+    dense, mod = find_pair("large", WAYS[-1], 1)
+    calls = {1: f"{dense['us_per_token']:.0f} µs a token | {mod['us_per_token']:.0f} µs"}
+    names = {
+        1: "one request, 256 new tokens",
+        8: "8 requests, prompts of 64 to 1,024 tokens",
+        64: "64 requests, the same",
+        256: "256 requests, the same",
+    }
+    for requests in (8, 64, 256):
+        dense, mod = find_pair("large", WAYS[-1], requests)
+        calls[requests] = (
+            f"{dense['tokens_per_second']:,.0f} tokens/s | {mod['tokens_per_second']:,.0f}"
+        )
+    rows = [
+        [
+            *(names[requests], calls[requests]),
+            f"{find_speedup('large', WAYS[-1], requests):.2f}×",
+            f"{find_limit('large', requests):.2f}×",
+            f"{find_speedup('small', WAYS[-1], requests):.2f}×",
+        ]
+        for requests in names
+    ]
+    head = ["what", "dense", "MoD", "ratio", "bytes and FLOPs allow", "ratio at width 1024"]
+    return write_table(head, rows)
+
+
+@cache
+def read_paths() -> dict[str, Any]:
+    """How a trained model spends its compute, as the table of `routing.md` has it."""
+    return json.loads((RESULTS / "routing.json").read_text())
+
+
 UPCYCLED = {
     "original": "the original",
     "dense": "`dense`: fine-tuned densely, **the fair baseline**",
@@ -670,7 +772,10 @@ def write_claims() -> str:
         (steps[0].seconds or 0) / steps[0].num_steps / ((row.seconds or 1) / row.num_steps)
         for row in steps[1:]
     ]
-    ratios = read_step_ratios()
+    ratios, paths = read_step_ratios(), read_paths()
+    faster = {n: f"{find_speedup('large', WAYS[-1], n):.2f}" for n in (1, 8, 64, 256)}
+    trained = [take_size(name).parameters / 1e6 for name in CLOCK]
+    sizes = min(trained), max(trained)
     rows = [
         (
             "At equal training FLOPs the best MoD is up to 1.5 % better than the best dense model",
@@ -726,8 +831,9 @@ def write_claims() -> str:
         (
             "Upwards of 50 % faster steps in sampling",
             "**partly**: at equal shape with random weights, not for trained models",
-            "whole calls of a 1.3B shape: 1.58 times for one request, 1.29 for 8, 1.38 for 64 and "
-            "1.63 for 256. Trained models of 11 to 17 M parameters gain nothing for one request",
+            f"whole calls of a 1.3B shape: {faster[1]} times for one request, {faster[8]} for 8, "
+            f"{faster[64]} for 64 and {faster[256]} for 256. Trained models of {sizes[0]:.0f} to "
+            f"{sizes[1]:.0f} M parameters gain nothing for one request",
             "one machine",
             "[engine.md](engine.md), [decode.md](decode.md)",
         ),
@@ -790,8 +896,10 @@ def write_claims() -> str:
         (
             "Some tokens take every block; depth goes with the entropy of the prediction",
             "**not supported**",
-            "half of the tokens take none, 7 of 53 K all; r = −0.26 with the entropy, positive in "
-            "the last block alone",
+            f"{100 * paths['share_by_blocks'][0]:.0f} % of the tokens take none, "
+            f"{paths['tokens_in_all_blocks']} of {paths['tokens']:,} all; r = "
+            f"{say_signed(paths['correlation_with_entropy'], None)} with the entropy, positive in "
+            f"the last block alone",
             "1 model",
             "[routing.md](routing.md)",
         ),
@@ -882,6 +990,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts": write_experts,
     "train-step": write_train_step,
     "upcycle": write_upcycle,
+    "engine-single": write_single,
+    "engine-batches": write_batches,
+    "speed": write_speed,
     "claims": write_claims,
     "front": write_front,
 }

@@ -43,3 +43,15 @@ def test_a_lead_beyond_the_dense_models_is_marked() -> None:
         for cost in ("full", "executed")
     }
     assert {key for key, marked in marks.items() if marked} == {(1.3e16, "executed")}
+
+
+def test_speedups_are_those_of_the_recorded_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"part": "single", "way": "greedy", "requests": 1, "model": "dense", "us_per_token": 30},
+        {"part": "single", "way": "greedy", "requests": 1, "model": "mod", "us_per_token": 20},
+        {"part": "batch", "way": "greedy", "requests": 8, "model": "dense", "tokens_per_second": 4},
+        {"part": "batch", "way": "greedy", "requests": 8, "model": "mod", "tokens_per_second": 5},
+    ]
+    monkeypatch.setattr(results, "read_engine", {"large": rows}.get)
+    assert results.find_speedup("large", "greedy", 1) == 1.5
+    assert results.find_speedup("large", "greedy", 8) == 1.25
