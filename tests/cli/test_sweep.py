@@ -12,7 +12,8 @@ import pytest
 from depthmix.cli import main, sweep
 from depthmix.config import load_run_config
 from depthmix.runs import list_runs
-from depthmix.sweep import cluster, execute
+from depthmix.sweep import execute, launch
+from depthmix.sweep.execute import Jobs
 from tiny_runs import write_data
 from toy_sweeps import Fake
 
@@ -221,18 +222,17 @@ def test_runs_are_handed_to_slurm(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    handed: list[dict[str, Any]] = []
+    handed: list[tuple[Any, ...]] = []
 
-    def submit(*args: Any, **options: Any) -> list[str]:
-        handed.append(options)
+    def submit(*args: Any) -> list[str]:
+        handed.append(args[3:])
         return ["7_0", "7_1"]
 
-    monkeypatch.setattr(cluster, "submit_runs", submit)
+    monkeypatch.setattr(launch, "submit_runs", submit)
     options = [*list_options(plan, data, fake.out), "--slurm", "timeout_min=600"]
     assert main([*options, "--slurm", "slurm_partition=long", "--device", "cuda"]) == 0
     parameters = {"timeout_min": 600, "slurm_partition": "long"}
-    expected = {"num_jobs": None, "data": data, "device": "cuda", "parameters": parameters}
-    assert handed == [expected]
+    assert handed == [(Jobs(data=data, device="cuda"), parameters)]
     assert "submitted 2 jobs, 7_0 to 7_1" in capsys.readouterr().out
     assert not (fake.root / "calls").exists()
 

@@ -1,11 +1,14 @@
-"""Runs as processes, with a trainer that only pretends: order, retries, resuming, signals."""
+"""Runs as processes and as jobs, by a trainer that only pretends: order, retries, signals."""
 
 import json
 import os
 import re
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,14 @@ import pytest
 from depthmix.config import RunConfig
 from depthmix.runs.folder import RunDir
 from depthmix.sweep import execute as execute_module
-from depthmix.sweep.execute import Executor, Summary, SweepProgress
+from depthmix.sweep.execute import (
+    Executor,
+    Jobs,
+    Summary,
+    SweepProgress,
+    submit_runs,
+    train_alone,
+)
 from depthmix.sweep.folders import LOG, PLANNED, look_at_runs
 from depthmix.sweep.plan import PlannedRun, expand_plan, read_plan
 from toy_sweeps import Fake
@@ -26,7 +36,7 @@ def execute(
     **options: Any,
 ) -> Summary:
     standings = look_at_runs(runs, fake.out)
-    executor = Executor(runs, standings, fake.out, command=fake.command, **options)
+    executor = Executor(runs, standings, fake.out, Jobs(**options), command=fake.command)
     return executor.run(report, poll_seconds=0.01)
 
 
@@ -193,13 +203,103 @@ def test_threads_are_shared(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     standings = look_at_runs(runs, fake.out)
-    alone, three = (Executor(runs, standings, fake.out, num_jobs=n) for n in (1, 3))
+    alone, three = (Executor(runs, standings, fake.out, Jobs(num_jobs=n)) for n in (1, 3))
     assert "OMP_NUM_THREADS" not in alone._make_environment()
     assert three._make_environment()["OMP_NUM_THREADS"] == "2"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert three._make_environment()["OMP_NUM_THREADS"] == "5"
 
 
-def test_no_jobs_are_refused(fake: Fake, runs: list[PlannedRun]) -> None:
-    with pytest.raises(ValueError, match="--jobs 0 must be at least 1"):
-        execute(fake, runs, num_jobs=0)
+def test_no_jobs_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_jobs = 0 must be at least 1"):
+        Jobs(num_jobs=0)
+    with pytest.raises(ValueError, match=r"tflops = inf must be a finite number"):
+        Jobs(tflops=float("inf"))
+
+
+class FakeExecutor:
+    """A submitit that only notes what it is given; jobs get ids when the array is submitted."""
+
+    made: "list[FakeExecutor]"
+
+    def __init__(self, folder: Path, cluster: str) -> None:
+        if cluster != "slurm":
+            raise RuntimeError("no such cluster")
+        self.folder, self.parameters, self.jobs = folder, {}, []
+        FakeExecutor.made.append(self)
+
+    def update_parameters(self, **parameters: Any) -> None:
+        if "colour" in parameters:
+            raise NameError("colour is no parameter")
+        self.parameters |= parameters
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        yield
+        for number, job in enumerate(self.jobs):
+            job.job_id = f"7_{number}"
+
+    def submit(self, function: Callable[..., None], *args: Any) -> SimpleNamespace:
+        self.jobs.append(SimpleNamespace(call=lambda: function(*args)))
+        return self.jobs[-1]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[FakeExecutor]:
+    FakeExecutor.made = []
+    monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(AutoExecutor=FakeExecutor))
+    return FakeExecutor.made
+
+
+def test_a_job_for_each_run_that_is_left(
+    fake: Fake,
+    runs: list[PlannedRun],
+    made: list[FakeExecutor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(execute_module, "TRAIN", fake.command)
+    monkeypatch.setattr(execute_module, "POLL_SECONDS", 0.01)
+    train_alone(runs[1], fake.out)
+    standings = look_at_runs(runs, fake.out)
+    options: dict[str, Any] = {"timeout_min": 5, "gpus_per_node": 2}
+    ids = submit_runs(runs, standings, fake.out, Jobs(num_jobs=3), options)
+    assert ids == ["7_0", "7_1", "7_2"]
+    (executor,) = made
+    assert executor.folder == fake.out.resolve() / ".slurm"
+    assert executor.parameters == {**options, "name": "toy", "slurm_array_parallelism": 3}
+    # a job trains its own run, and no other
+    executor.jobs[1].call()
+    found = look_at_runs(runs, fake.out)
+    assert [found[run.name].todo for run in runs] == ["start", "nothing", "nothing", "start"]
+
+
+def test_default_parameters_of_slurm(
+    fake: Fake, runs: list[PlannedRun], made: list[FakeExecutor]
+) -> None:
+    submit_runs(runs, look_at_runs(runs, fake.out), fake.out)
+    assert made[0].parameters == {"name": "toy", "gpus_per_node": 1}
+
+
+def test_a_job_fails_with_its_run(
+    fake: Fake, runs: list[PlannedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execute_module, "TRAIN", fake.command)
+    fake.order({runs[0].folder: ["refuse", "refuse"]})
+    with pytest.raises(RuntimeError, match="no room on the disk"):
+        train_alone(runs[0], fake.out)
+
+
+def test_unknown_parameters_of_slurm(
+    fake: Fake, runs: list[PlannedRun], made: list[FakeExecutor]
+) -> None:
+    standings = look_at_runs(runs, fake.out)
+    with pytest.raises(ValueError, match="submitit cannot use SLURM here: colour is no parameter"):
+        submit_runs(runs, standings, fake.out, parameters={"colour": "red"})
+
+
+def test_without_submitit(
+    fake: Fake, runs: list[PlannedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ValueError, match=r"needs submitit: pip install 'depthmix\[slurm\]'"):
+        submit_runs(runs, look_at_runs(runs, fake.out), fake.out)

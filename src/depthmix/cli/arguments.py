@@ -187,17 +187,18 @@ def split_arguments(arguments: Sequence[str], *, train: bool = False) -> ModelsA
 
 
 @contextmanager
-def name_flags(*fields: str, prefix: str = "") -> Iterator[None]:
+def name_flags(*fields: str, prefix: str = "", **others: str) -> Iterator[None]:
     """Make errors name the flags that were given instead of the fields they set.
 
-    `train.steps = 0 must …` becomes `--steps 0 must …`; `prefix` is the fields' prefix.
+    `train.steps = 0 must …` becomes `--steps 0 must …`; `prefix` is the fields' prefix, and
+    `others` are flags whose field has another name.
     """
     try:
         yield
     except ValueError as error:
         message = str(error)
-        for field in fields:
-            flag = f"--{field.replace('_', '-')}"
+        for name, field in [*((field, field) for field in fields), *others.items()]:
+            flag = f"--{name.replace('_', '-')}"
             message = re.sub(rf"(?<![\w.-]){re.escape(prefix + field)} = ", f"{flag} ", message)
         raise ValueError(message) from error
 

@@ -4,8 +4,9 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +17,7 @@ from depthmix.cli.arguments import (
     RunFieldsCommand,
     app,
     check_device,
+    name_flags,
     split_arguments,
 )
 
@@ -74,65 +76,49 @@ def sweep(
       depthmix sweep isoflop --size gpu --data data --out runs/isoflop --jobs 4
     """
     from depthmix.progress import say
-    from depthmix.sweep.execute import Executor, show_runs
-    from depthmix.sweep.folders import find_mixed_data, look_at_runs, measure_speed, print_plan
-    from depthmix.sweep.plan import check_vocabulary, expand_plan, load_plan, plan_names
+    from depthmix.sweep.execute import Jobs
+    from depthmix.sweep.launch import open_sweep
+    from depthmix.sweep.plan import load_plan, plan_names
     from depthmix.units import format_count
 
     names, overrides = split_arguments(arguments or [], train=True)
     if len(names) != 1:
         raise ValueError(f"name one plan: {', '.join(plan_names())}, or a .toml file")
     check_device(device)
-    if jobs is not None and jobs < 1:
-        raise ValueError(f"--jobs {jobs} must be at least 1")
-    if tflops is not None and not 0 < tflops < float("inf"):
-        raise ValueError(f"--tflops {tflops} must be greater than 0")
+    with name_flags("tflops", jobs="num_jobs"):
+        means = Jobs(num_jobs=jobs, device=device, tflops=tflops)
     plan = load_plan(names[0], size)
     corpus = data or (Path(plan.data) if plan.data else None)
     vocab_size = find_vocab_size(corpus, plan.vocab_size)
-    runs = expand_plan(plan, overrides, vocab_size=vocab_size)
-    check_vocabulary(runs, vocab_size)
-    folder = out or Path("runs", "-".join(filter(None, (plan.name, plan.scale))))
-    standings = look_at_runs(runs, folder)
+    opened = open_sweep(plan, overrides, vocab_size=vocab_size, folder=out)
     from rich.console import Console
 
     console = Console()
-    measured = measure_speed(runs, folder)
-    is_guess = not tflops and not measured
-    tflops = tflops or (plan.tflops if is_guess else None)
-    speed = tflops * 1e12 if tflops else measured and measured * (jobs or 1)
-    print_plan(plan.description, runs, standings, console, speed, is_guess, num_jobs=jobs or 1)
+    opened.show(console, means)
     if dry_run:
         return
-    num_left = sum(standing.todo != "nothing" for standing in standings.values())
-    compare = f"compare them with: depthmix report {shlex.quote(str(folder))}"
-    if not num_left:
-        say(console, f"all runs ({len(runs)}) are already finished; {compare}")
+    folder, num_runs = shlex.quote(str(opened.folder)), len(opened.runs)
+    compare = f"compare them with: depthmix report {folder}"
+    if not opened.num_left:
+        say(console, f"all runs ({num_runs}) are already finished; {compare}")
         return
     if corpus is None:
         made = prepare_once(vocab_size, console)
         # without --data, each run finds the default corpus by itself, on any machine
         corpus = made if plan.vocab_size else None
-    options: dict[str, Any] = {"data": corpus, "device": device}
+    means = replace(means, data=corpus)
     if slurm:
-        from depthmix.sweep.cluster import submit_runs
-
-        parameters = parse_parameters(slurm)
-        ids = submit_runs(runs, standings, folder, num_jobs=jobs, parameters=parameters, **options)
-        look = f"look at them with: depthmix runs {shlex.quote(str(folder))}"
+        ids = opened.submit(means, parse_parameters(slurm))
+        look = f"look at them with: depthmix runs {folder}"
         say(console, f"submitted {format_count(len(ids), 'job')}, {ids[0]} to {ids[-1]}; {look}")
         return
-    executor = Executor(runs, standings, folder, num_jobs=jobs or 1, **options)
-    with show_runs(console, sum(run.flops for run in runs), num_left) as report:
-        summary = executor.run(report)
+    summary = opened.train(console, means)
     named = {"--size": size, "--out": out, "--data": data, "--jobs": jobs, "--device": device}
     given = [text for name, value in named.items() if value for text in (name, str(value))]
-    again = shlex.join(["depthmix", "sweep", *(arguments or []), *given])
-    mixed = find_mixed_data(runs, folder)
-    if mixed:
-        say(console, mixed)
-    end_sweep(summary, folder, num_left, again, console)
-    say(console, f"all runs ({len(runs)}) are finished; {compare}")
+    end_sweep(
+        summary, opened.num_left, shlex.join(["depthmix", "sweep", *(arguments or []), *given])
+    )
+    say(console, f"all runs ({num_runs}) are finished; {compare}")
 
 
 def parse_parameters(texts: Sequence[str]) -> dict[str, int | str]:
@@ -163,16 +149,8 @@ def prepare_once(vocab_size: int, console: "Console") -> Path:
         return prepare_default(vocab_size, progress=report)
 
 
-def end_sweep(
-    summary: "Summary", folder: Path, num_left: int, again: str, console: "Console"
-) -> None:
-    """Report unfinished runs and how to resume them, and exit with the code for that."""
-    from depthmix.progress import say
-    from depthmix.sweep.folders import LOG
-
-    for name, lines in summary.failed.items():
-        say(console, f"{name} failed; {folder / name.partition('/')[2] / LOG} ends with:")
-        say(console, "\n".join(f"  {line}" for line in lines))
+def end_sweep(summary: "Summary", num_left: int, again: str) -> None:
+    """Exit with the code for a sweep that did not finish, and say how to resume it."""
     if summary.signal is not None:
         message = f"stopped with {len(summary.finished)} of {num_left} runs finished"
         print(f"{message}; resume with: {again}", file=sys.stderr, flush=True)

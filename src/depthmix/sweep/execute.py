@@ -1,6 +1,7 @@
-"""Train planned runs in parallel processes, each `depthmix train` in its own folder.
+"""Train planned runs, each `depthmix train` in its own folder: in processes here, or on SLURM.
 
-A run that fails is retried once. A signal is passed on, so that every run saves.
+A run that fails is retried once. A signal is passed on, so that every run saves. On SLURM, through
+`submitit`, each run is a job of one array.
 """
 
 import os
@@ -11,13 +12,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
+from depthmix.config.fields import Count, Positive, check_bounds
 from depthmix.files import replace_file
 from depthmix.interrupt import Interrupt
 from depthmix.progress import say, show_bar
-from depthmix.sweep.folders import LOG, PLANNED, Standing, is_finished, read_flops, read_log_end
+from depthmix.sweep.folders import (
+    LOG,
+    PLANNED,
+    Standing,
+    is_finished,
+    look_at_runs,
+    read_flops,
+    read_log_end,
+)
 from depthmix.sweep.plan import PlannedRun
 from depthmix.units import format_flops
 
@@ -35,6 +46,26 @@ GRACE_SECONDS = 60.0
 
 # the command that trains; arguments of a run follow
 TRAIN = (sys.executable, "-m", "depthmix", "train")
+
+# where submitit keeps its own files, hidden from the search for runs
+SLURM_FOLDER = ".slurm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jobs:
+    """What the runs of a sweep are trained with."""
+
+    num_jobs: Count | None = None
+    """Runs in parallel; None means one on this machine, and all of them on SLURM."""
+    data: Path | None = None
+    """A folder made by `prepare`; None means the default corpus."""
+    device: str | None = None
+    """As for `depthmix train`."""
+    tflops: Positive[float] | None = None
+    """TFLOP/s of all jobs together, to estimate the time; None means as measured or guessed."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 class SweepProgress(NamedTuple):
@@ -65,32 +96,29 @@ class _Job(NamedTuple):
     log: IO[bytes]
 
 
-def list_arguments(path: Path, *, resume: bool, data: Path | None, device: str | None) -> list[str]:
+def list_arguments(path: Path, jobs: Jobs, *, resume: bool) -> list[str]:
     """The arguments of `depthmix train` for the run in a folder."""
     arguments = ["--resume", str(path)]
     if not resume:
         arguments = ["--config", str(path / PLANNED), "--out", str(path)]
-    arguments += ["--data", str(data)] if data else []
-    return arguments + (["--device", device] if device else [])
+    arguments += ["--data", str(jobs.data)] if jobs.data else []
+    return arguments + (["--device", jobs.device] if jobs.device else [])
 
 
 class Executor:
-    """Trains runs in order, at most `num_jobs` in parallel."""
+    """Trains runs in order, some of them in parallel."""
 
     def __init__(
         self,
         runs: Sequence[PlannedRun],
         standings: Mapping[str, Standing],
         folder: Path,
+        jobs: Jobs | None = None,
         *,
-        num_jobs: int = 1,
-        data: Path | None = None,
-        device: str | None = None,
         command: Sequence[str] | None = None,
     ) -> None:
-        if num_jobs < 1:
-            raise ValueError(f"--jobs {num_jobs} must be at least 1")
-        self.folder, self.num_jobs, self.data, self.device = folder, num_jobs, data, device
+        self.folder, self.options = folder, jobs or Jobs()
+        self.num_jobs = self.options.num_jobs or 1
         self.command = tuple(command or TRAIN)
         self.waiting = [run for run in runs if standings[run.name].todo != "nothing"]
         self.num_tries = dict.fromkeys((run.name for run in runs), 0)
@@ -143,7 +171,7 @@ class Executor:
         resume = config.exists()
         if not resume:
             replace_file(path / PLANNED, run.config.to_toml())
-        arguments = list_arguments(path, resume=resume, data=self.data, device=self.device)
+        arguments = list_arguments(path, self.options, resume=resume)
         self.num_tries[run.name] += 1
         log = open(path / LOG, "ab")  # noqa: SIM115 (closed when its process has ended)
         try:
@@ -267,3 +295,45 @@ def show_runs(
             bar.update(running, progress.done_flops, total_flops, words)
 
         yield report
+
+
+def submit_runs(
+    runs: Sequence[PlannedRun],
+    standings: Mapping[str, Standing],
+    folder: Path,
+    jobs: Jobs | None = None,
+    parameters: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Submit all unfinished runs to SLURM; returns their job ids.
+
+    `parameters` are those of submitit's executor.
+    """
+    try:
+        import submitit  # pyrefly: ignore[missing-import]
+    except ImportError as error:
+        raise ValueError("--slurm needs submitit: pip install 'depthmix[slurm]'") from error
+    jobs = jobs or Jobs()
+    left = [run for run in runs if standings[run.name].todo != "nothing"]
+    given = {"name": runs[0].name.partition("/")[0], "gpus_per_node": 1, **(parameters or {})}
+    if jobs.num_jobs is not None:
+        given["slurm_array_parallelism"] = jobs.num_jobs
+    # a node may have another current folder
+    where, data = folder.resolve(), jobs.data and jobs.data.resolve()
+    try:
+        executor = submitit.AutoExecutor(folder=where / SLURM_FOLDER, cluster="slurm")
+        executor.update_parameters(**given)
+    except (NameError, RuntimeError, TypeError) as error:
+        raise ValueError(f"submitit cannot use SLURM here: {error}") from error
+    alone = Jobs(data=data, device=jobs.device)
+    with executor.batch():
+        submitted = [executor.submit(train_alone, run, where, alone) for run in left]
+    return [str(job.job_id) for job in submitted]
+
+
+def train_alone(run: PlannedRun, folder: Path, jobs: Jobs | None = None) -> None:
+    """Train or resume one run: the work of a job on SLURM."""
+    summary = Executor([run], look_at_runs([run], folder), folder, jobs).run()
+    if summary.failed:
+        raise RuntimeError("\n".join([f"{run.name} failed:", *summary.failed[run.name]]))
+    if summary.signal is not None:
+        raise RuntimeError(f"{run.name} was stopped by signal {summary.signal}, and saved")
