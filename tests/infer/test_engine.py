@@ -282,6 +282,20 @@ def test_repetition_penalty_sees_prompt_and_output(company: bool) -> None:
         assert results[1].samples[0].tokens == plain.tokens
 
 
+def test_frequency_and_presence_penalties_see_the_output_only() -> None:
+    engine = Engine(get_model(), invariant=False)
+    wish = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
+    sample = generate_one(engine, max_tokens=20, temperature=0, **wish)
+    times: Counter[int] = Counter()
+    for token, logits_V in zip(sample.tokens, compute_logits(sample), strict=True):
+        scores = logits_V.clone()
+        for old, count in times.items():
+            scores[old] -= 1.5 * count + 0.5
+        assert token == int(scores.argmax())
+        times[token] += 1
+    assert generate_one(engine, max_tokens=20, temperature=0).tokens != sample.tokens
+
+
 def test_samples_of_a_request() -> None:
     """They differ, are reproducible by seed, and do not depend on their number."""
     engine = Engine(get_model(), max_batch=3)

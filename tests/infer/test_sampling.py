@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, reject, settings
@@ -17,6 +18,7 @@ from depthmix.infer.sampling import (
     Settings,
     draw_gumbel,
     keep_tokens,
+    mark_seen,
     pack_settings,
     sample,
     top_logprobs,
@@ -61,9 +63,22 @@ def normalize(weights: dict[int, float]) -> dict[int, float]:
     return {token: weight / total for token, weight in weights.items()}
 
 
-def plain_penalty(row: Sequence[float], seen: Sequence[bool], penalty: float) -> list[float]:
-    changed = [x / penalty if x > 0 else x * penalty for x in row]
-    return [new if was_seen else old for old, new, was_seen in zip(row, changed, seen, strict=True)]
+def plain_penalties(
+    row: Sequence[float], seen: Sequence[int], params: SamplingParams
+) -> list[float]:
+    factor, penalized = params.repetition_penalty, []
+    for logit, occurred in zip(row, seen, strict=True):
+        score, times = logit, occurred // 2
+        if occurred:
+            score = round_float(score / factor if score > 0 else score * factor)
+        if times:
+            score -= params.frequency_penalty * times + params.presence_penalty
+        penalized.append(round_float(score))
+    return penalized
+
+
+def round_float(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
 
 
 def plain_filter(row: Sequence[float], params: SamplingParams) -> dict[int, float]:
@@ -114,6 +129,9 @@ FILTERS = {
 OTHERS = {
     "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.5]),
     "repetition_penalty": st.sampled_from([0.6, 1.0, 1.3]),
+    # float32 represents these
+    "frequency_penalty": st.sampled_from([0.0, 0.75, -2.0]),
+    "presence_penalty": st.sampled_from([0.0, 1.5, -0.25]),
 }
 ROW_CHOICES = st.fixed_dictionaries(FILTERS | OTHERS)
 
@@ -133,7 +151,7 @@ def cases(draw: st.DrawFn) -> Case:
             row[draw(st.integers(0, vocabulary - 1))] = 1.0
     return Case(
         torch.tensor(rows),
-        torch.tensor(draw_rows(st.booleans())),
+        torch.tensor(draw_rows(st.integers(0, 9)), dtype=torch.int32),
         [draw(ROW_CHOICES) for _ in range(batch)],
         [draw(st.integers(-(2**63), 2**63 - 1)) for _ in range(batch)],
         [draw(st.integers(0, 10**6)) for _ in range(batch)],
@@ -146,7 +164,7 @@ def test_tokens_equal_plain_python(case: Case) -> None:
     expected = []
     for row, params in enumerate(case.params):
         logits, seen = case.logits[row].tolist(), case.seen[row].tolist()
-        penalized = torch.tensor(plain_penalty(logits, seen, params.repetition_penalty)).tolist()
+        penalized = plain_penalties(logits, seen, params)
         try:
             expected.append(plain_token(penalized, params, case.seeds[row], case.steps[row]))
         except OnEdgeError:
@@ -249,11 +267,11 @@ def test_seeds_and_steps_give_other_tokens() -> None:
 
 
 def draw_one(
-    row: Sequence[float], params: SamplingParams, seen: Sequence[bool] | None = None
+    row: Sequence[float], params: SamplingParams, seen: Sequence[int] | None = None
 ) -> int:
     case = make_settings([params], [3], [0])
-    mask = None if seen is None else torch.tensor([seen])
-    return int(sample(torch.tensor([row]), case, mask).token)
+    occurred = None if seen is None else torch.tensor([seen])
+    return int(sample(torch.tensor([row]), case, occurred).token)
 
 
 def test_greedy_takes_the_lowest_id_of_equals() -> None:
@@ -311,16 +329,41 @@ def test_small_temperatures_become_greedy(temperature: float, filtered: bool) ->
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() -> None:
     greedy = SamplingParams(temperature=0, repetition_penalty=2.0)
-    assert draw_one([3.0, 2.0], greedy, [True, False]) == 1
-    assert draw_one([3.0, 1.0], greedy, [True, False]) == 0
-    assert draw_one([-1.0, -1.5], greedy, [True, False]) == 1
-    assert draw_one([-1.0, -2.5], greedy, [True, False]) == 0
-    assert draw_one([-1.0, 2.0, 1.5], greedy, [True, True, True]) == 1
-    assert draw_one([0.0, -1.0], replace(greedy, repetition_penalty=1e300), [True, False]) == 0
+    assert draw_one([3.0, 2.0], greedy, [1, 0]) == 1
+    assert draw_one([3.0, 1.0], greedy, [1, 0]) == 0
+    assert draw_one([-1.0, -1.5], greedy, [1, 0]) == 1
+    assert draw_one([-1.0, -2.5], greedy, [1, 0]) == 0
+    assert draw_one([-1.0, 2.0, 1.5], greedy, [1, 2, 3]) == 1
+    assert draw_one([0.0, -1.0], replace(greedy, repetition_penalty=1e300), [1, 0]) == 0
     # the penalty does not change the model's log-probability
     case = make_settings([greedy], [0], [0])
-    drawn = sample(torch.tensor([[3.0, 2.0]]), case, torch.tensor([[True, False]]))
+    drawn = sample(torch.tensor([[3.0, 2.0]]), case, torch.tensor([[1, 0]]))
     assert drawn.logprob.item() == pytest.approx(-math.log(1 + math.e), abs=1e-6)
+
+
+def test_frequency_and_presence_count_generated_tokens_only() -> None:
+    greedy = SamplingParams(temperature=0)
+    often, once = replace(greedy, frequency_penalty=0.5), replace(greedy, presence_penalty=0.5)
+    in_prompt, generated, thrice, both = 1, 2, 6, 7
+    for params in (often, once):
+        assert draw_one([1.0, 0.6], params, [in_prompt, 0]) == 0
+        assert draw_one([1.0, 0.6], params, [generated, 0]) == 1
+        assert draw_one([-1.0, -1.4], params, [generated, 0]) == 1
+    for occurred in (thrice, both):
+        assert draw_one([1.0, 0.4], once, [occurred, 0]) == 0
+        assert draw_one([1.0, -0.4], often, [occurred, 0]) == 1
+        assert draw_one([1.0, -0.6], often, [occurred, 0]) == 0
+    # repetition comes first: 4 / 2 - 0.5 = 1.5
+    every = replace(often, repetition_penalty=2.0)
+    assert draw_one([4.0, 1.4], every, [generated, 0]) == 0
+    assert draw_one([4.0, 1.6], every, [generated, 0]) == 1
+    # a negative penalty makes a token more likely
+    assert draw_one([1.0, 1.9], replace(often, frequency_penalty=-1), [generated, 0]) == 0
+
+
+def test_occurrences_of_prompt_and_output() -> None:
+    assert mark_seen([3, 3, 1], [1, 4, 4], 6).tolist() == [0, 3, 0, 1, 4, 0]
+    assert mark_seen([0], [], 2).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("filtered", [True, False])
@@ -375,9 +418,10 @@ def test_logits_of_any_type_are_read_as_float32(dtype: torch.dtype) -> None:
 def test_sample_compiles_into_one_graph(filtered: bool) -> None:
     compiled = torch.compile(sample, fullgraph=True, backend="aot_eager")
     params = SamplingParams(top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
+    params = replace(params, frequency_penalty=0.3, presence_penalty=0.1)
     rows = [params, replace(params, temperature=0.0), SamplingParams(), params]
     case = make_settings(rows, range(4), [5] * 4)
-    logits, seen = torch.randn(4, 50), torch.rand(4, 50) < 0.3
+    logits, seen = torch.randn(4, 50), torch.randint(0, 4, (4, 50))
     expected = sample(logits, case, seen, filtered=filtered)
     drawn = compiled(logits, case, seen, filtered=filtered)
     assert torch.equal(drawn.token, expected.token)
@@ -410,9 +454,11 @@ def test_settings_keep_every_number() -> None:
     params = SamplingParams(
         temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, repetition_penalty=1.1, seed=1
     )
+    params = replace(params, frequency_penalty=-0.5, presence_penalty=0.1)
     case = make_settings([params, SamplingParams(temperature=0)], [2**63 - 1, -4], [7, 8])
     assert [tensor.tolist() for tensor in case] == [
         *([0.7, 0.0], [5, 0], [0.9, 1.0], [0.05, 0.0], [1.1, 1.0]),
+        *([-0.5, 0.0], [np.float32(0.1), 0.0]),
         *([2**63 - 1, -4], [7, 8]),
     ]
     with pytest.raises(ValueError, match="2 params, 1 seeds and 2 steps"):
@@ -442,6 +488,17 @@ def test_whether_params_filter(changes: dict[str, Any], expected: bool) -> None:
     assert SamplingParams(**changes).filters is expected
 
 
+@pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
+def test_whether_params_penalize(name: str) -> None:
+    greedy = SamplingParams(temperature=0)
+    assert not greedy.penalizes
+    assert greedy.is_plain
+    given: dict[str, Any] = {"temperature": 0, name: 0.5}
+    params = SamplingParams(**given)
+    assert params.penalizes
+    assert not params.is_plain
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -464,6 +521,11 @@ def test_whether_params_filter(changes: dict[str, Any], expected: bool) -> None:
             {"repetition_penalty": INF},
             "repetition_penalty = inf must be a finite number, greater than 0",
         ),
+        (
+            {"frequency_penalty": 2.1},
+            "frequency_penalty = 2.1 must lie between -2 and 2: 0 changes nothing",
+        ),
+        ({"presence_penalty": "0"}, "presence_penalty = '0' does not fit: it must be a number"),
         ({"logprobs": -1}, "logprobs = -1 must be 0 or more"),
         ({"stop_tokens": [4, -1]}, "stop_tokens = -1 must be 0 or more"),
         ({"stop": ["a", ""]}, "stop must not contain an empty string"),

@@ -31,7 +31,7 @@ def make_track(*, text: bool = True, penalty: bool = False, **params: Any) -> Tr
         max_new=4,
         meter=DepthMeter(make_config("mod")),
         stream=decode if text else None,
-        seen=torch.zeros(8, dtype=torch.bool) if penalty else None,
+        seen=torch.tensor([1, 1, 0, 0, 0, 0, 0, 0]) if penalty else None,
     )
 
 
@@ -85,11 +85,12 @@ def test_without_a_decoder_there_is_no_text() -> None:
     assert track.end("cancelled").text is None
 
 
-def test_only_a_penalty_notes_what_was_seen() -> None:
+def test_occurrences_are_counted_for_penalties() -> None:
     track = make_track(penalty=True)
-    track.take(5, 0.0)
+    for token in (5, 1, 5):
+        track.take(token, 0.0)
     assert track.seen is not None
-    assert track.seen.tolist() == [number == 5 for number in range(8)]
+    assert track.seen.tolist() == [1, 3, 0, 0, 0, 4, 0, 0]
 
 
 @pytest.mark.parametrize("wish", [0, 1, 2])

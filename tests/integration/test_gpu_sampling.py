@@ -307,7 +307,8 @@ def draw_params(pick: random.Random, vocab_size: int) -> SamplingParams:
         stops = tuple(pick.sample(range(vocab_size), 4))
         options |= {"temperature": 0, "logprobs": 0, "stop_tokens": stops}
     elif kind < 0.7:
-        options |= {"temperature": pick.choice((0, 0.8)), "repetition_penalty": 1.3}
+        penalty = {"repetition_penalty": 1.3, "frequency_penalty": pick.choice((0, 0.5))}
+        options |= {"temperature": pick.choice((0, 0.8)), **penalty}
     elif kind < 0.8:
         options |= {"n": 2, "temperature": 1.0}
     else:
@@ -357,7 +358,7 @@ class Soak:
         count = 0
         for request, (prompt, params) in self.asked.items():
             assert len(self.samples[request]) == params.n
-            if params.temperature or params.repetition_penalty != 1:
+            if params.temperature or params.penalizes:
                 continue
             for sample in self.samples[request]:
                 if not sample.tokens:

@@ -428,6 +428,7 @@ def test_soak() -> None:
                 temperature=chance.choice([0, 1]),
                 top_k=chance.choice([0, 0, 5]),
                 repetition_penalty=chance.choice([1, 1.3]),
+                presence_penalty=chance.choice([0, 0.7]),
                 stop_tokens=[chance.randrange(64) for _ in range(3)],
                 stop=chance.choice([(), ("7",)]),
                 logprobs=chance.choice([None, 2]),

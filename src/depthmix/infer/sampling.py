@@ -1,4 +1,4 @@
-"""How the next token is drawn: penalty, temperature, filters, and noise derived from a seed.
+"""How the next token is drawn: penalties, temperature, filters, and noise derived from a seed.
 
 Owns `SamplingParams` and the pure function from logits to tokens. Knows nothing of requests, the
 rest of the batch, or the origin of the logits.
@@ -47,6 +47,10 @@ class SamplingParams:
     repetition_penalty: Annotated[Number, Bounds(above=0, hint="1 changes nothing")] = 1.0
     """Divides positive logits and multiplies negative ones, for tokens in the prompt or in the
     output so far; 1 changes nothing."""
+    frequency_penalty: Annotated[Number, Bounds(least=-2, most=2, hint="0 changes nothing")] = 0.0
+    """Subtracted from a token's logit for each time it was generated; 0 changes nothing."""
+    presence_penalty: Annotated[Number, Bounds(least=-2, most=2, hint="0 changes nothing")] = 0.0
+    """Subtracted once from the logits of tokens that were generated; 0 changes nothing."""
     stop_tokens: Sequence[NotNegative[int]] = ()
     """Token ids that end a sample."""
     stop: Sequence[str] = ()
@@ -78,9 +82,18 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
+    def penalizes(self) -> bool:
+        """Whether tokens are more or less likely because they occurred before."""
+        return (
+            self.repetition_penalty != 1
+            or self.frequency_penalty != 0
+            or self.presence_penalty != 0
+        )
+
+    @property
     def is_plain(self) -> bool:
         """Whether only the most probable token is requested."""
-        return self.temperature == 0 and self.repetition_penalty == 1 and self.logprobs is None
+        return self.temperature == 0 and not self.penalizes and self.logprobs is None
 
 
 class Settings(NamedTuple):
@@ -94,8 +107,12 @@ class Settings(NamedTuple):
     """float64; 1 is off."""
     min_p: Float[Tensor, " B"]
     """float64; 0 is off."""
-    penalty: Float[Tensor, " B"]
+    repetition: Float[Tensor, " B"]
     """float64; 1 is off."""
+    frequency: Float[Tensor, " B"]
+    """float64 with the precision of float32; 0 is off."""
+    presence: Float[Tensor, " B"]
+    """float64 with the precision of float32; 0 is off."""
     seed: Int[Tensor, " B"]
     """int64."""
     step: Int[Tensor, " B"]
@@ -107,12 +124,12 @@ class Sampled(NamedTuple):
 
     token: Int[Tensor, " B"]
     logprob: Float[Tensor, " B"]
-    """The token's, under the model itself: temperature 1, no penalty, no filter."""
+    """The token's, under the model itself: temperature 1, no penalties, no filter."""
 
 
 def pack_settings(
     params: Sequence[SamplingParams], seeds: Sequence[int], steps: Sequence[int]
-) -> tuple[Float[Tensor, "4 B"], Int[Tensor, "3 B"]]:
+) -> tuple[Float[Tensor, "6 B"], Int[Tensor, "3 B"]]:
     """Pack the settings of all rows into two tensors on the host."""
     if not len(params) == len(seeds) == len(steps):
         raise ValueError(
@@ -124,36 +141,67 @@ def pack_settings(
         [p.top_p for p in params],
         [p.min_p for p in params],
         [p.repetition_penalty for p in params],
+        [p.frequency_penalty for p in params],
+        [p.presence_penalty for p in params],
     ]
     counts = [[p.top_k for p in params], list(seeds), list(steps)]
     # via NumPy arrays, which convert lists in a third of the time
     packed = np.array(shares, dtype=np.float64), np.array(counts, dtype=np.int64)
+    # so few bits that a count times a penalty is exact, and sums are the same on every device
+    packed[0][4:] = packed[0][4:].astype(np.float32)
     return torch.from_numpy(packed[0]), torch.from_numpy(packed[1])
 
 
-def unpack_settings(shares: Float[Tensor, "4 B"], counts: Int[Tensor, "3 B"]) -> Settings:
+def unpack_settings(shares: Float[Tensor, "6 B"], counts: Int[Tensor, "3 B"]) -> Settings:
     """Inverse of `pack_settings`, as views."""
-    temperature_B, top_p_B, min_p_B, penalty_B = shares.unbind()
+    temperature_B, top_p_B, min_p_B, *penalties = shares.unbind()
+    repetition_B, frequency_B, presence_B = penalties
     top_k_B, seed_B, step_B = counts.unbind()
-    return Settings(temperature_B, top_k_B, top_p_B, min_p_B, penalty_B, seed_B, step_B)
+    return Settings(
+        temperature=temperature_B,
+        top_k=top_k_B,
+        top_p=top_p_B,
+        min_p=min_p_B,
+        repetition=repetition_B,
+        frequency=frequency_B,
+        presence=presence_B,
+        seed=seed_B,
+        step=step_B,
+    )
+
+
+def mark_seen(
+    prompt: Sequence[int], generated: Sequence[int], vocab_size: int
+) -> Int[Tensor, " V"]:
+    """Return where each token occurred, for penalties.
+
+    A token's number is twice the times it was generated, plus 1 if it is in the prompt.
+    """
+    seen_V = torch.zeros(vocab_size, dtype=torch.int32)
+    seen_V[list(prompt)] = 1
+    return seen_V.index_add_(
+        0,
+        torch.tensor(generated, dtype=torch.int64),
+        torch.full((len(generated),), 2, dtype=torch.int32),
+    )
 
 
 def sample(
     logits: Float[Tensor, "B V"],
     settings: Settings,
-    seen: Bool[Tensor, "B V"] | None,
+    seen: Int[Tensor, "B V"] | None,
     *,
     filtered: bool = True,
 ) -> Sampled:
     """Draw each row's next token by the Gumbel-max trick: argmax of log p + noise.
 
     A row's token depends only on its own logits and settings, not on its place in the batch.
-    `seen` marks the tokens to penalise. `filtered=False` is a shortcut for batches in which no row
-    filters: it gives the same tokens without sorting.
+    `seen` says which tokens to penalise; see `mark_seen`. `filtered=False` is a shortcut for
+    batches in which no row filters: it gives the same tokens without sorting.
     """
     scores_BV = logits.float()
     if seen is not None:
-        scores_BV = _penalize(scores_BV, settings.penalty[:, None], seen)
+        scores_BV = _penalize(scores_BV, settings, seen)
     # whatever the model's output, no NaN can arise below, and every row gets a token
     scores_BV = scores_BV.nan_to_num(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
     ids_BV = torch.arange(logits.shape[1], device=logits.device)[None, :].expand_as(scores_BV)
@@ -223,11 +271,19 @@ def draw_gumbel(
 
 
 def _penalize(
-    scores_BV: Tensor, penalty_B1: Tensor, seen_BV: Bool[Tensor, "B V"]
+    scores_BV: Tensor, settings: Settings, seen_BV: Int[Tensor, "B V"]
 ) -> Float[Tensor, "B V"]:
-    """Make seen tokens less likely (arXiv:1909.05858, Sec. 4.1; negative logits multiplied)."""
-    penalized_BV = torch.where(scores_BV > 0, scores_BV / penalty_B1, scores_BV * penalty_B1)
-    return torch.where(seen_BV, penalized_BV.float(), scores_BV)
+    """Make seen tokens less likely.
+
+    Repetition as in arXiv:1909.05858, Sec. 4.1, but negative logits are multiplied; then frequency
+    and presence, of generated tokens only.
+    """
+    factor_B1 = settings.repetition[:, None]
+    penalized_BV = torch.where(scores_BV > 0, scores_BV / factor_B1, scores_BV * factor_B1)
+    scores_BV = torch.where(seen_BV != 0, penalized_BV.float(), scores_BV)
+    times_BV = (seen_BV >> 1).double()
+    less_BV = settings.frequency[:, None] * times_BV + settings.presence[:, None]
+    return torch.where(times_BV > 0, (scores_BV.double() - less_BV).float(), scores_BV)
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -250,7 +306,8 @@ def _find_misfits(params: SamplingParams) -> Iterator[str]:
         yield from _misfit(name, getattr(params, name), int, whole)
     for name in ("logprobs", "seed"):
         yield from _misfit(name, getattr(params, name), int | None, f"{whole} or None")
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+    penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    for name in ("temperature", "top_p", "min_p", *penalties):
         yield from _misfit(name, getattr(params, name), Number, number)
     for name, kind, items in (("stop_tokens", int, "token ids"), ("stop", str, "strings")):
         value = getattr(params, name)

@@ -112,5 +112,5 @@ class StepRunner(Protocol):
         ...
 
     def mark_seen(self, tokens: Sequence[int], params: SamplingParams) -> Tensor | None:
-        """Return a mask of the tokens, if repetition is penalised and the runner keeps no mask."""
+        """Return a prompt's occurrences, if penalised and not kept by the runner itself."""
         ...

@@ -32,8 +32,8 @@ class Track:
     meter: DepthMeter
     stream: TextStream | None
     seen: Tensor | None
-    """Mask of the prompt's and generated tokens, if repetition is penalised and the runner does
-    not keep one itself."""
+    """The occurrences of tokens (`sampling.mark_seen`), if they are penalised and the runner does
+    not keep them itself."""
     trail: Trail = field(default_factory=Trail)
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Track:
                 places = zip(top[0][: params.logprobs], top[1], strict=False)
                 self.top_logprobs.append(tuple(Alternative(*place) for place in places))
         if self.seen is not None:
-            self.seen[token] = True
+            self.seen[token] += 2
         if token in params.stop_tokens:
             # a stop token has no text
             return "", "stop"

@@ -22,6 +22,8 @@ fields = st.fixed_dictionaries(
         "top_p": st.sampled_from([1.0, 0.7]),
         "min_p": st.sampled_from([0.0, 0.2]),
         "repetition_penalty": st.sampled_from([1.0, 1.7]),
+        "frequency_penalty": st.sampled_from([0.0, 0.6]),
+        "presence_penalty": st.sampled_from([0.0, -0.8]),
     }
 )
 batches = st.lists(st.lists(fields, min_size=1, max_size=6), min_size=1, max_size=5)
@@ -34,7 +36,8 @@ def make_rows(count: int, seed: int, dtype: torch.dtype = torch.float32) -> list
 
 def make_seen(params: list[SamplingParams], seed: int) -> list[Tensor | None]:
     rows = make_rows(len(params), seed + 1)
-    return [r > 0 if p.repetition_penalty != 1 else None for r, p in zip(rows, params, strict=True)]
+    pairs = zip(rows, params, strict=True)
+    return [row.clamp(min=0).int() if wish.penalizes else None for row, wish in pairs]
 
 
 def draw_alone(

@@ -136,6 +136,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.5, "min_p": 0.1, "seed": 4, "logprobs": 2},
     {"temperature": 1.0, "repetition_penalty": 1.8, "seed": 5},
     {"temperature": 0, "repetition_penalty": 1.3, "logprobs": 3},
+    {"temperature": 0, "frequency_penalty": 0.4},
+    {"temperature": 0.8, "presence_penalty": 0.9, "seed": 8},
     {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
     {"temperature": 0},
 ]

@@ -39,6 +39,10 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1e-300, "top_p": 0.9, "top_k": 4},
     {"repetition_penalty": 1.4},
     {"repetition_penalty": 0.6, "top_p": 0.7},
+    {"frequency_penalty": 0.7, "presence_penalty": -0.1},
+    {"temperature": 0, "frequency_penalty": 1.9},
+    {"presence_penalty": 1.3, "top_p": 0.8},
+    {"frequency_penalty": -2, "repetition_penalty": 1.2, "top_k": 30},
     {"min_p": 0.05},
     {"min_p": 1.0},
     {"top_k": 1},
@@ -85,7 +89,9 @@ class Bench:
         self.state.counts[:, self.row] = counts
         self.settings = unpack_settings(shares, counts)
         if penalized:
-            self.state.allocate_seen().copy_(torch.rand(self.state.num_rows, vocab) < 0.3)
+            shape = (self.state.num_rows, vocab)
+            seen = torch.where(torch.rand(shape) < 0.3, torch.randint(1, 9, shape), 0)
+            self.state.allocate_seen().copy_(seen)
         self.poison()
 
     def poison(self) -> None:
@@ -128,7 +134,7 @@ class Bench:
         expected[1][2, self.row] += 1
         expected[2][self.row] = truth.token
         if self.state.seen is not None:
-            expected[3][self.row, truth.token] = True
+            expected[3][self.row, truth.token] += 2
         token, logprob = self.draw(logits, filtered=filtered)
         assert token.tolist() == truth.token.tolist()
         torch.testing.assert_close(logprob, truth.logprob, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -331,6 +337,8 @@ def test_follows_the_reference_over_steps() -> None:
         {"repetition_penalty": 3.0},
         {"repetition_penalty": 2.0, "top_p": 0.6},
         {"repetition_penalty": 2.0, "top_k": 4},
+        {"temperature": 0, "frequency_penalty": 1.5},
+        {"presence_penalty": 2, "frequency_penalty": 0.3},
         {"top_k": 9, "top_p": 0.9},
     ]
     bench = Bench(make_params(*chosen), 50)
@@ -338,8 +346,9 @@ def test_follows_the_reference_over_steps() -> None:
     bench.state.seen.zero_()
     logits = make_logits("random", len(chosen), 50).abs()
     tokens = torch.stack([bench.check(logits) for _ in range(6)])
-    # greedy with a penalty, repeatedly from the same logits
+    # greedy with penalties, repeatedly from the same logits
     assert len(tokens[:, 0].unique()) > 1
+    assert len(tokens[:, 4].unique()) > 1
 
 
 def test_nobody_changes_nothing() -> None:
@@ -411,7 +420,7 @@ def test_plain_is_the_first_of_the_best(marked: bool) -> None:
     expected[1][2, bench.row] += 1
     expected[2][bench.row] = truth.token
     if marked:
-        expected[3][bench.row, truth.token] = True
+        expected[3][bench.row, truth.token] += 2
     token, logprob = bench.draw(logits, plain=True)
     assert token.tolist() == truth.token.tolist()
     assert not logprob.any()

@@ -7,7 +7,7 @@ GPU needs to decode a token. Knows nothing of requests.
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthmix.infer.sampling import SamplingParams, pack_settings, sample, unpack_settings
@@ -27,7 +27,7 @@ class TorchDrawer:
         params: Sequence[SamplingParams],
         seeds: Sequence[int],
         steps: Sequence[int],
-        seen: Sequence[Bool[Tensor, " V"] | None],
+        seen: Sequence[Int[Tensor, " V"] | None],
     ) -> tuple[list[int], list[float]]:
         """Return each row's token and its log-probability; see `Settings` and `sample`."""
         filtered = any(wish.filters for wish in params)
@@ -56,11 +56,11 @@ class DrawStep:
         filtered: bool,
         penalized: bool,
     ) -> None:
-        """`filtered` as in `sample`; `penalized` if a row may have a repetition penalty."""
+        """`filtered` as in `sample`; `penalized` if a row may have penalties."""
         self.filtered = filtered
         self.logits = torch.zeros((num_rows, vocab_size), device=device)
-        self.seen = torch.zeros_like(self.logits, dtype=torch.bool) if penalized else None
-        self.shares = torch.ones((4, num_rows), dtype=torch.float64, device=device)
+        self.seen = torch.zeros_like(self.logits, dtype=torch.int32) if penalized else None
+        self.shares = torch.ones((6, num_rows), dtype=torch.float64, device=device)
         self.counts = torch.zeros((3, num_rows), dtype=torch.int64, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.drawn: Float[Tensor, "2 B"] | None = None
@@ -71,13 +71,13 @@ class DrawStep:
         params: Sequence[SamplingParams],
         seeds: Sequence[int],
         steps: Sequence[int],
-        seen: Sequence[Bool[Tensor, " V"] | None],
+        seen: Sequence[Int[Tensor, " V"] | None],
     ) -> tuple[list[int], list[float]]:
         """Return tokens and their log-probabilities; draws of spare rows are discarded."""
         count = len(logits)
         self.logits[:count].copy_(torch.stack(list(logits)))
         for row, marks in enumerate(seen):
-            # rows without a penalty ignore the mask
+            # rows without penalties ignore it
             if marks is not None:
                 assert self.seen is not None
                 self.seen[row].copy_(marks)

@@ -22,7 +22,7 @@ from depthmix.infer.cache import PagedCache
 from depthmix.infer.depth import Usage
 from depthmix.infer.pages import Pages
 from depthmix.infer.paths.layout import find_stacks, make_rules
-from depthmix.infer.sampling import SamplingParams, pack_settings, top_logprobs
+from depthmix.infer.sampling import SamplingParams, mark_seen, pack_settings, top_logprobs
 from depthmix.infer.scheduler import Plan
 from depthmix.infer.steps import Flight, Ready, Report, Top, join_reports
 from depthmix.infer.track import Track
@@ -253,7 +253,7 @@ class FusedRunner:
             )
 
     def mark_seen(self, tokens: Sequence[int], params: SamplingParams) -> None:
-        """Return no mask: the device keeps its own."""
+        """Return nothing: the device keeps its own."""
 
     def forget(self) -> None:
         """Discard assumptions about the device's state, after a failed step."""
@@ -399,14 +399,16 @@ class FusedRunner:
         packed = self._send(torch.cat([shares.view(torch.int64), counts, rows]))
         self.state.shares.index_copy_(1, packed[-1], packed[: len(shares)].view(torch.float64))
         self.state.counts.index_copy_(1, packed[-1], packed[len(shares) : -1])
-        marked = [(row, track) for row, track in new if track.params.repetition_penalty != 1]
+        marked = [(row, track) for row, track in new if track.params.penalizes]
         if marked:
-            # graphs recorded before the mask is first allocated do not use it
-            seen = torch.zeros((len(marked), self.config.vocab_size), dtype=torch.bool)
-            for marks, (_, track) in zip(seen, marked, strict=True):
-                marks[track.tokens] = True
+            # graphs recorded before it is first allocated do not use it
+            seen = torch.stack([self._mark_seen(track) for _, track in marked])
             rows = self._send(torch.tensor([row for row, _ in marked]))
             self.state.allocate_seen().index_copy_(0, rows, self._send(seen))
+
+    def _mark_seen(self, track: Track) -> Tensor:
+        prompt, generated = track.tokens[: track.num_prompt], track.tokens[track.num_prompt :]
+        return mark_seen(prompt, generated, self.config.vocab_size)
 
     def _send(self, tensor: Tensor) -> Tensor:
         if not self.on_gpu:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthmix.config import ModelConfig, fields
@@ -19,7 +19,7 @@ from depthmix.infer.depth import Usage
 from depthmix.infer.pages import Pages
 from depthmix.infer.paths.decode import RecordedStep
 from depthmix.infer.paths.draw import TorchDrawer
-from depthmix.infer.sampling import SamplingParams, top_logprobs
+from depthmix.infer.sampling import SamplingParams, mark_seen, top_logprobs
 from depthmix.infer.scheduler import Chunk, Plan
 from depthmix.infer.steps import Ready, Report, Top
 from depthmix.infer.track import Track
@@ -130,12 +130,10 @@ class Runner:
     def check_weights(self) -> None:
         """Nothing to check: the weights are read in place."""
 
-    def mark_seen(self, tokens: Sequence[int], params: SamplingParams) -> Bool[Tensor, " V"] | None:
-        if params.repetition_penalty == 1:
+    def mark_seen(self, tokens: Sequence[int], params: SamplingParams) -> Int[Tensor, " V"] | None:
+        if not params.penalizes:
             return None
-        seen = torch.zeros(self.model.config.vocab_size, dtype=torch.bool)
-        seen[list(tokens)] = True
-        return seen.to(self.device)
+        return mark_seen(tokens, (), self.model.config.vocab_size).to(self.device)
 
     def run(self, works: Sequence[Work]) -> list[Done]:
         """Compute these chunks together."""

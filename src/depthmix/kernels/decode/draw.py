@@ -1,4 +1,4 @@
-"""Sampling on the device: penalty, temperature, filters, noise, log-probability.
+"""Sampling on the device: penalties, temperature, filters, noise, log-probability.
 
 Owns the sampling state of every cache row, and three kernels that divide a row's vocabulary among
 programs and never sort. They draw the same tokens as `infer.sampling.sample`. Tokens far below the
@@ -114,17 +114,28 @@ def _find_score(rank):
 
 
 @jit
-def _load_scores(logits, seen, penalty, token, inside):
+def _load_penalties(shares, num_rows):
+    """A row's penalties of repetition, frequency and presence."""
+    repetition = tl.load(shares + 3 * num_rows)
+    return repetition, tl.load(shares + 4 * num_rows), tl.load(shares + 5 * num_rows)
+
+
+@jit
+def _load_scores(logits, seen, penalties, token, inside):
     """Load raw logits of these tokens, and their scores: penalised, and never NaN or +inf."""
     raw = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32)
     score = raw
     if seen is not None:  # noqa: SIM102 - known when the kernel is compiled, the other is not
-        # a penalty of 1 changes nothing, not even by rounding
-        if penalty != 1.0:
-            marked = tl.load(seen + token, mask=inside, other=0) != 0
+        # penalties that are off change nothing, not even by rounding
+        if (penalties[0] != 1.0) | (penalties[1] != 0.0) | (penalties[2] != 0.0):
+            occurred = tl.load(seen + token, mask=inside, other=0)
             wide = raw.to(tl.float64)
-            wide = tl.where(raw > 0, wide / penalty, wide * penalty)
-            score = tl.where(marked, wide.to(tl.float32), score)
+            wide = tl.where(raw > 0, wide / penalties[0], wide * penalties[0])
+            score = tl.where(occurred != 0, wide.to(tl.float32), score)
+            times = (occurred >> 1).to(tl.float64)
+            # the product is exact, so it does not matter whether it is rounded before the sum
+            wide = score.to(tl.float64) - (penalties[1] * times + penalties[2])
+            score = tl.where(times > 0, wide.to(tl.float32), score)
     score = tl.where(score == score, score, float("-inf"))
     return raw, tl.minimum(score, _LARGEST)
 
@@ -209,16 +220,16 @@ def _find_best(value, token):
 
 
 @jit
-def _find_value(token, inside, logits, seen, penalty, top, temperature, key):
+def _find_value(token, inside, logits, seen, penalties, top, temperature, key):
     """Score plus noise of single tokens, float64; -inf for tokens not `inside`."""
-    _, score = _load_scores(logits, seen, penalty, token, inside)
+    _, score = _load_scores(logits, seen, penalties, token, inside)
     value = _shift_scores(score, top, temperature) + _draw_gumbel(key, token)
     return tl.where(inside, value, float("-inf"))
 
 
 @jit
 def _keep_better(
-    best, best_token, chance, token, logits, seen, penalty, top, temperature, key, vocab
+    best, best_token, chance, token, logits, seen, penalties, top, temperature, key, vocab
 ):
     """The best of a block and of the blocks before it, which have lower ids.
 
@@ -243,7 +254,7 @@ def _keep_better(
                     candidate < vocab,
                     logits,
                     seen,
-                    penalty,
+                    penalties,
                     top,
                     temperature,
                     key,
@@ -264,7 +275,7 @@ def _join_parts(
     part_token,
     logits,
     seen,
-    penalty,
+    penalties,
     top,
     temperature,
     key,
@@ -283,7 +294,7 @@ def _join_parts(
             close & (token < vocab),
             logits,
             seen,
-            penalty,
+            penalties,
             top,
             temperature,
             key,
@@ -335,7 +346,8 @@ def _finish(
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(counts + 2 * num_rows + row, step + 1)
     if seen is not None:
-        tl.store(seen + row * vocab + token, 1)
+        own = seen + row * vocab + token
+        tl.store(own, tl.load(own) + 2)
 
 
 @jit(do_not_specialize=["row_of", "out_token", "out_logprob", "num_rows"])
@@ -375,16 +387,17 @@ def _rank_tokens(
     logits += place * stride
     block_rank += place * blocks
     own_seen = seen
-    penalty = tl.full((), 1.0, tl.float64)
+    one = tl.full((), 1.0, tl.float64)
+    penalties = (one, one - 1, one - 1)
     if seen is not None:
         own_seen = seen + row * vocab
         if not plain:
-            penalty = tl.load(shares + 3 * num_rows + row)
+            penalties = _load_penalties(shares + row, num_rows)
     first, end = _share_blocks(part, vocab, parts)
     for number in range(first, end):
         token = number * BLOCK + tl.arange(0, BLOCK)
         inside = token < vocab
-        raw, score = _load_scores(logits, own_seen, penalty, token, inside)
+        raw, score = _load_scores(logits, own_seen, penalties, token, inside)
         rank = tl.where(inside, _make_rank(_make_order(score), token), LOWEST_RANK)
         tl.store(block_rank + number, tl.max(rank, axis=0))
         if not plain:
@@ -462,7 +475,7 @@ def _weigh(
     temperature = tl.load(shares + row)
     top_p = tl.load(shares + num_rows + row)
     min_p = tl.load(shares + 2 * num_rows + row)
-    penalty = tl.load(shares + 3 * num_rows + row)
+    penalties = _load_penalties(shares + row, num_rows)
     top_k = tl.load(counts + row)
     seed = tl.load(counts + num_rows + row)
     step = tl.load(counts + 2 * num_rows + row)
@@ -518,7 +531,7 @@ def _weigh(
     first, end = _share_blocks(part, vocab, parts)
     for number in range(first, end):
         token = number * BLOCK + tl.arange(0, BLOCK)
-        _, score = _load_scores(logits, own_seen, penalty, token, token < vocab)
+        _, score = _load_scores(logits, own_seen, penalties, token, token < vocab)
         shifted = _shift_scores(score, top, temperature)
         bin = _find_bin(shifted)
         shown = (token < vocab) & (bin < BINS)
@@ -540,7 +553,7 @@ def _weigh(
             token,
             logits,
             own_seen,
-            penalty,
+            penalties,
             top,
             temperature,
             key,
@@ -562,7 +575,7 @@ def _weigh(
             part_token,
             logits,
             own_seen,
-            penalty,
+            penalties,
             top,
             temperature,
             key,
@@ -583,7 +596,7 @@ def _weigh(
                 tl.load(part_mass + every_part, mask=mass_there, other=0, cache_modifier=".cg"),
                 axis=0,
             )
-            _, own_score = _load_scores(logits, own_seen, penalty, winner, winner < vocab)
+            _, own_score = _load_scores(logits, own_seen, penalties, winner, winner < vocab)
             own_bin = _find_bin(_shift_scores(own_score, top, temperature))
             # Is the winner's whole bin kept? For a single filter this is quickly known.
             count_to = tl.sum(tl.where(bin <= own_bin, count, 0), axis=0)
@@ -641,7 +654,7 @@ def _weigh(
 
 
 @jit
-def _read_edge(logits, seen, penalty, listed, is_listed, first, length, top, temperature):
+def _read_edge(logits, seen, penalties, listed, is_listed, first, length, top, temperature):
     """Read some of the tokens at the edge, or of all tokens if there were too many to list.
 
     Returns their ids, whether they exist, their scores as int32 and relative to the best, and bins.
@@ -651,7 +664,7 @@ def _read_edge(logits, seen, penalty, listed, is_listed, first, length, top, tem
     num_listed = tl.where(is_listed, length, 0)
     token = tl.load(listed + number, mask=number < num_listed, other=0, cache_modifier=".cg")
     token = tl.where(is_listed, token, number)
-    _, score = _load_scores(logits, seen, penalty, token, inside)
+    _, score = _load_scores(logits, seen, penalties, token, inside)
     shifted = _shift_scores(score, top, temperature)
     return token, inside, _make_order(score), shifted, _find_bin(shifted)
 
@@ -660,7 +673,7 @@ def _read_edge(logits, seen, penalty, listed, is_listed, first, length, top, tem
 def _weigh_kept(
     logits,
     seen,
-    penalty,
+    penalties,
     listed,
     is_listed,
     length,
@@ -678,7 +691,7 @@ def _weigh_kept(
     high = tl.full((), -(2**31), tl.int64)
     for first in range(0, length, BLOCK):
         _, inside, order, _, bin = _read_edge(
-            logits, seen, penalty, listed, is_listed, first, length, top, temperature
+            logits, seen, penalties, listed, is_listed, first, length, top, temperature
         )
         there = inside & (bin == edge)
         wide = order.to(tl.int64)
@@ -689,7 +702,7 @@ def _weigh_kept(
         count = tl.full((), 0, tl.int64)
         for first in range(0, length, BLOCK):
             _, inside, order, _, bin = _read_edge(
-                logits, seen, penalty, listed, is_listed, first, length, top, temperature
+                logits, seen, penalties, listed, is_listed, first, length, top, temperature
             )
             there = inside & (bin == edge) & (order.to(tl.int64) >= middle)
             count += tl.sum(there.to(tl.int64), axis=0)
@@ -701,7 +714,7 @@ def _weigh_kept(
     total = mass_before
     for first in range(0, length, BLOCK):
         _, inside, order, shifted, bin = _read_edge(
-            logits, seen, penalty, listed, is_listed, first, length, top, temperature
+            logits, seen, penalties, listed, is_listed, first, length, top, temperature
         )
         there = inside & (bin == edge)
         mass = _find_mass(shifted)
@@ -759,7 +772,7 @@ def _sift(
     temperature = tl.load(shares + row)
     top_p = tl.load(shares + num_rows + row)
     min_p = tl.load(shares + 2 * num_rows + row)
-    penalty = tl.load(shares + 3 * num_rows + row)
+    penalties = _load_penalties(shares + row, num_rows)
     top_k = tl.load(counts + row)
     seed = tl.load(counts + num_rows + row)
     step = tl.load(counts + 2 * num_rows + row)
@@ -785,7 +798,7 @@ def _sift(
     for number in range(first, end):
         token = number * BLOCK + tl.arange(0, BLOCK)
         inside = token < vocab
-        _, score = _load_scores(logits, own_seen, penalty, token, inside)
+        _, score = _load_scores(logits, own_seen, penalties, token, inside)
         shifted = _shift_scores(score, top, temperature)
         bin = _find_bin(shifted)
         inside = inside & (bin < BINS)
@@ -802,7 +815,7 @@ def _sift(
                 token,
                 logits,
                 own_seen,
-                penalty,
+                penalties,
                 top,
                 temperature,
                 key,
@@ -818,7 +831,7 @@ def _sift(
                     token,
                     logits,
                     own_seen,
-                    penalty,
+                    penalties,
                     top,
                     temperature,
                     key,
@@ -839,7 +852,7 @@ def _sift(
             part_token,
             logits,
             own_seen,
-            penalty,
+            penalties,
             top,
             temperature,
             key,
@@ -851,7 +864,7 @@ def _sift(
             part_token + parts,
             logits,
             own_seen,
-            penalty,
+            penalties,
             top,
             temperature,
             key,
@@ -859,10 +872,10 @@ def _sift(
             parts,
         )
         sure_value = _find_value(
-            winner, winner < vocab, logits, own_seen, penalty, top, temperature, key
+            winner, winner < vocab, logits, own_seen, penalties, top, temperature, key
         )
         rival = _find_value(
-            candidate, candidate < vocab, logits, own_seen, penalty, top, temperature, key
+            candidate, candidate < vocab, logits, own_seen, penalties, top, temperature, key
         )
         if rival > sure_value:
             count_before = tl.load(plan + 4)
@@ -875,7 +888,7 @@ def _sift(
                 total = _weigh_kept(
                     logits,
                     own_seen,
-                    penalty,
+                    penalties,
                     listed,
                     is_listed,
                     length,
@@ -888,7 +901,9 @@ def _sift(
                 )
             limit = top_p * total.to(tl.float64)
             while rival > sure_value:
-                _, own_score = _load_scores(logits, own_seen, penalty, candidate, candidate < vocab)
+                _, own_score = _load_scores(
+                    logits, own_seen, penalties, candidate, candidate < vocab
+                )
                 rank = _make_rank(_make_order(own_score), candidate)
                 is_edge = _find_bin(_shift_scores(own_score, top, temperature)) == edge
                 count = count_before
@@ -899,7 +914,7 @@ def _sift(
                     edge_token, there, order, edge_shifted, edge_bin = _read_edge(
                         logits,
                         own_seen,
-                        penalty,
+                        penalties,
                         listed,
                         is_listed,
                         begin,
@@ -964,26 +979,29 @@ class DrawState:
                 f"for 1 to {2**22}"
             )
         self.num_rows, self.vocab_size = num_rows, vocab_size
-        self.shares = torch.ones(4, num_rows, device=device, dtype=torch.float64)
-        """temperature, top_p, min_p, penalty"""
+        self.shares = torch.ones(6, num_rows, device=device, dtype=torch.float64)
+        """temperature, top_p, min_p, and penalties of repetition, frequency and presence"""
         self.counts = torch.zeros(3, num_rows, device=device, dtype=torch.int64)
         """top_k, seed, step: the index of the new token in its sequence"""
         # greedy without filters by default
         self.shares[0] = 0
         self.shares[2] = 0
+        self.shares[4:] = 0
         self.tokens = torch.zeros(num_rows, device=device, dtype=torch.int64)
         """the newest token of each row"""
         self.seen: Tensor | None = None
-        """bool [rows, V]: tokens to penalise; see `allocate_seen`"""
+        """int32 [rows, V]: occurrences of tokens that are penalised; see `allocate_seen`"""
 
     def allocate_seen(self) -> Tensor:
-        """Return the mask of tokens to penalise; allocated at the first call, all false.
+        """Return each row's occurrences of tokens; allocated at the first call, all 0.
+
+        They are twice the times that a token was generated, plus 1 if it is in the prompt.
 
         Penalties take effect from then on. Graphs captured before ignore them.
         """
         if self.seen is None:
             shape = (self.num_rows, self.vocab_size)
-            self.seen = torch.zeros(shape, device=self.tokens.device, dtype=torch.bool)
+            self.seen = torch.zeros(shape, device=self.tokens.device, dtype=torch.int32)
         return self.seen
 
 
@@ -1031,8 +1049,8 @@ class Drawer:
         """Draw a token for each place's cache row, and store it in the state.
 
         A place of row -1 gets token 0 and log-probability 0. No row may occur twice. `plain` is a
-        shortcut for steps in which every row is greedy, without penalty or log-probabilities, which
-        are then 0. `filtered=False` skips a kernel; use it if no row has top_k or top_p.
+        shortcut for steps in which every row is greedy, without penalties or log-probabilities,
+        which are then 0. `filtered=False` skips a kernel; use it if no row has top_k or top_p.
         """
         state, num_places = self.state, logits.shape[0]
         if num_places == 0:
@@ -1045,8 +1063,7 @@ class Drawer:
         assert out_logprob.dtype == torch.float32
         parts = choose_parts(num_places, self.num_blocks)
         grid = (parts, num_places)
-        seen = None if state.seen is None else state.seen.view(torch.uint8)
-        given = (logits, row, state.shares, state.counts, state.tokens, seen)
+        given = (logits, row, state.shares, state.counts, state.tokens, state.seen)
         sums = (self.block_rank, self.block_top, self.block_sum)
         best = (self.part_chance, self.part_token)
         bins = (self.part_mass, self.bin_count, self.bin_mass)
