@@ -5,7 +5,14 @@ import pickle
 import pytest
 import torch
 
-from depthmix.world import World, _make_portable, choose_device, join_world, open_world
+from depthmix.world import (
+    World,
+    _make_portable,
+    average_on_device,
+    choose_device,
+    join_world,
+    open_world,
+)
 
 CPU = torch.device("cpu")
 
@@ -24,6 +31,7 @@ def test_the_mean_over_one_process_is_its_own() -> None:
     assert found.tolist() == [1.5, 2.5]
     assert found.dtype == torch.float64
     assert not found.requires_grad
+    assert average_on_device(found) is found
 
 
 @pytest.mark.parametrize("size", [None, "1"])

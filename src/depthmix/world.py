@@ -99,10 +99,23 @@ def join_world(device: torch.device | None = None) -> World:
     Each thread needs its own group: two in the same group would take each other's messages.
     """
     device = device or torch.device("cpu")
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if _is_alone():
         return World(0, 1, device)
     group = dist.new_group(backend="gloo")
     return World(dist.get_rank(), dist.get_world_size(), device, group)
+
+
+def average_on_device(values: torch.Tensor) -> torch.Tensor:
+    """The mean over the processes of the default group, on their device; never waits for a GPU."""
+    if _is_alone():
+        return values
+    values = values.clone()
+    dist.all_reduce(values)
+    return values / dist.get_world_size()
+
+
+def _is_alone() -> bool:
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def _make_portable(error: Exception | None) -> Exception | None:

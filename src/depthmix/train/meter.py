@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from depthmix.budget import Schedule
 from depthmix.train.evaluate import describe_routing
 from depthmix.train.step import StepLoss
-from depthmix.world import World
+from depthmix.world import World, average_on_device
 
 # dense bf16 FLOP/s from the data sheets, by a part of the device's name in torch; the first match
 # counts
@@ -123,11 +122,8 @@ class Meter:
     def cut(self, step: int) -> MetricSums:
         """The sums up to `step`, to be read later; the next ones start at zero. Never waits."""
         assert self._sums is not None
-        sums = self._sums.double()
-        if self.world.size > 1:
-            # reduced now rather than when they are read: by then, another process may have exited
-            dist.all_reduce(sums)
-            sums /= self.world.size
+        # averaged now rather than when they are read: by then, another process may have exited
+        sums = average_on_device(self._sums.double())
         # into pinned memory, to copy asynchronously
         on_cpu = torch.empty_like(sums, device="cpu", pin_memory=sums.is_cuda)
         on_cpu.copy_(sums, non_blocking=True)

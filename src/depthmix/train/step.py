@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,6 +19,7 @@ from depthmix.nn import Transformer
 from depthmix.nn.losses import RoutingLoss, routing_loss, token_loss
 from depthmix.nn.transformer import refuse_text
 from depthmix.train.distill import Distillation
+from depthmix.world import average_on_device
 
 
 class StepLoss(NamedTuple):
@@ -163,7 +163,7 @@ class TrainStep:
             del optimizer.grad_scale  # pyrefly: ignore[missing-attribute]
             optimizer.zero_grad(set_to_none=True)
         if result.routing.shares is not None:
-            self.model.move_biases(_average_ranks(result.routing.shares))
+            self.model.move_biases(average_on_device(result.routing.shares))
         return result._replace(grad_norm=norm)
 
     def _accumulate(self, *inputs: Tensor | None) -> StepLoss:
@@ -231,15 +231,6 @@ def _detach(value: Tensor | None) -> Tensor | None:
 def _average(*values: Tensor | None) -> Tensor | None:
     tensors = [value for value in values if value is not None]
     return torch.stack(tensors).mean(0) if tensors else None
-
-
-def _average_ranks(values: Tensor) -> Tensor:
-    """The mean over all processes, on their device."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return values
-    values = values.clone()
-    dist.all_reduce(values)
-    return values / dist.get_world_size()
 
 
 def _list_state(optimizers: Sequence[Optimizer]) -> list[Tensor]:
