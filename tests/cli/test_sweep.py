@@ -195,7 +195,7 @@ def test_the_default_corpus_is_made_once(
         (
             ["sweep"],
             "name one plan: capacity-frequency, controls, experts, isoflop, knobs, placement, "
-            "shapes, or a .toml",
+            "replication, shapes, or a .toml",
         ),
         (["sweep", "isoflop", "controls"], "name one plan"),
         (["sweep", "isoflopp"], "there is no plan 'isoflopp'. Did you mean 'isoflop'?"),

@@ -121,7 +121,8 @@ def test_unknown_scales(tree: dict[str, Any]) -> None:
 
 
 def test_plans_by_name(tmp_path: Path) -> None:
-    names = ["capacity-frequency", "controls", "experts", "isoflop", "knobs", "placement", "shapes"]
+    names = ["capacity-frequency", "controls", "experts", "isoflop", "knobs", "placement"]
+    names += ["replication", "shapes"]
     assert plan_names() == names
     with pytest.raises(ValueError, match=r"no plan 'isoflops'\. Did you mean 'isoflop'"):
         load_plan("isoflops")
@@ -229,10 +230,11 @@ def test_overrides_that_do_not_fit(
         ("isoflop", 20, 60),
         ("shapes", 6, 48),
         ("capacity-frequency", 13, 29),
-        ("controls", 9, 27),
-        ("experts", 4, 33),
+        ("controls", 9, 30),
+        ("experts", 4, 45),
         ("knobs", 17, 42),
         ("placement", 5, 7),
+        ("replication", 4, 10),
     ],
 )
 def test_plans_of_the_package(name: str, num_smoke: int, num_gpu: int) -> None:
@@ -272,9 +274,10 @@ def test_the_large_isoflop_is_what_it_says() -> None:
     runs = expand_plan(load_plan("isoflop", "large"))
     shapes = [(run.variant, run.config.model.width, run.config.model.num_layers) for run in runs]
     assert shapes == [
-        *[("dense", width, 12) for width in (448, 512, 640)],
-        *[("mod", width, 12) for width in (512, 640, 768)],
+        *[("dense", width, 12) for width in (384, 448, 512, 640)],
+        *[("mod", *shape) for shape in ((512, 10), (512, 12), (640, 12), (768, 12))],
     ]
+    runs += expand_plan(load_plan("shapes", "large"))
     recipes = {str(run.config.train) for run in runs}
     assert len(recipes) == 1
     for run in runs:
@@ -284,6 +287,44 @@ def test_the_large_isoflop_is_what_it_says() -> None:
         assert run.flops == run.num_steps * step <= 1e17 < run.flops + step
         # four epochs of 142 M tokens
         assert run.num_steps * run.config.tokens_per_step < 4 * 142e6
+
+
+def test_the_replication_repeats_the_best_models_with_fresh_seeds() -> None:
+    def keep_recipe(run: PlannedRun) -> dict[str, object]:
+        return {**run.config.to_dict()["train"], "seed": None, "model": run.config.model}
+
+    planned = [run for run in expand_plan(load_plan("isoflop", "gpu")) if run.budget == 1.3e15]
+    best = [cell for cell in group_cells(planned) if len(cell) > 3]
+    fresh = group_cells(expand_plan(load_plan("replication", "gpu")))
+    for cell, other in zip(best, fresh, strict=True):
+        repeated = [run for run in cell if run.config.model == other[0].config.model]
+        assert len(repeated) == 3
+        assert len(other) == 5
+        assert all(keep_recipe(run) == keep_recipe(repeated[0]) for run in other)
+        used = {run.config.train.seed for run in cell}
+        assert used.isdisjoint(run.config.train.seed for run in other)
+
+
+def test_experts_are_compared_at_equal_cost() -> None:
+    costs: dict[str, list[float]] = {}
+    # the sizes are for data with so many ids
+    for run in expand_plan(load_plan("experts", "gpu"), vocab_size=4096):
+        recipe = run.config.train
+        assert recipe.flops_convention == "executed"
+        step = flops.executed_flops(run.config.model, recipe.optimizer, batch_size=16)
+        costs.setdefault(run.variant, []).append(step)
+    # the first MoE is the one that the others are held against
+    reference = costs.pop("moe")[0]
+    for variant, steps in costs.items():
+        assert min(abs(step / reference - 1) for step in steps) < 0.02, variant
+
+
+def test_controls_have_the_best_dense_shape_of_the_budget() -> None:
+    plan = load_plan("controls", "gpu")
+    dense = [run for run in expand_plan(plan) if run.variant == "dense"]
+    shapes = [(run.config.model.width, run.config.model.num_layers) for run in dense]
+    assert shapes.count((160, 6)) == 3
+    assert all(run.config.train.flops_convention == "executed" for run in dense)
 
 
 def test_controls_differ_in_how_tokens_are_chosen_and_cost_alike() -> None:
