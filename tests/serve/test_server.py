@@ -1,5 +1,6 @@
 """A real socket, with a third-party client; slow connections; and how a server ends."""
 
+import asyncio
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,10 @@ import pytest
 import depthmix
 from depthmix.infer import Engine, SamplingParams
 from depthmix.models import open_model
+from depthmix.serve.app import make_app
+from depthmix.serve.lane import Lane
 from depthmix.serve.limits import Limits
+from depthmix.serve.metrics import Metrics
 from depthmix.serve.server import (
     Offer,
     bind_socket,
@@ -26,10 +31,12 @@ from depthmix.serve.server import (
     describe_model,
     is_loopback,
     load_engine,
+    make_server,
     read_key,
     serve_models,
     take_turns,
 )
+from depthmix.serve.worker import Worker
 from served_models import (
     END,
     HeldEngine,
@@ -332,6 +339,56 @@ def test_sigterm_lets_requests_finish_and_exits_0(run: Path) -> None:
             process.kill()
 
 
+def test_a_second_sigterm_ends_the_process_at_once(run: Path) -> None:
+    with start_process(str(run), "--port", "0") as process:
+        assert process.stderr is not None
+        try:
+            found = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
+            assert found is not None
+            assert process.stderr.readline() == "depthmix: ready\n"
+            wish = {"prompt": "a", "max_tokens": 400, "n": 16, "stream": True, "ignore_eos": True}
+            url = f"{found[0]}/v1/completions"
+            with httpx.stream("POST", url, json=wish, timeout=60) as answer:
+                assert next(answer.iter_lines()).startswith("data: ")
+                process.send_signal(signal.SIGTERM)
+                while httpx.get(f"{found[0]}/health").json()["status"] != "draining":
+                    pass
+                process.send_signal(signal.SIGTERM)
+                # as any process that does not look at the signal
+                assert process.wait(30) == -signal.SIGTERM
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
+
+
+def test_sigterm_ends_a_server_that_still_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("depthmix.serve.worker.JOIN_SECONDS", 0.1)
+    held = threading.Event()
+
+    def load() -> Engine:
+        assert held.wait(30)
+        return HeldEngine()
+
+    worker = Worker(load, Metrics(), max_queue=1)
+    app = make_app([Lane(make_served(), worker, Limits())], Limits())
+    server = make_server(app, [worker], Limits())
+    listener = bind_socket("127.0.0.1", 0)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.001)
+        assert worker.state == "loading"
+        server.handle_exit(signal.SIGTERM, None)
+        thread.join(30)
+        assert not thread.is_alive()
+    finally:
+        held.set()
+    # the load is left alone, and what it makes is not used
+    worker._thread.join(30)
+    assert worker.state == "stopped"
+
+
 def test_a_model_on_disk_becomes_an_engine(run: Path) -> None:
     stored = open_model(run)
     model = describe_model(stored, None)
@@ -413,6 +470,11 @@ def test_keys_come_from_a_file_or_the_environment(
     assert read_key(None) is None
     monkeypatch.setenv("DEPTHMIX_API_KEY", "from-outside")
     assert read_key(None) == "from-outside"
+    # what `$(cat key.txt)` is not, a container's secret may be
+    monkeypatch.setenv("DEPTHMIX_API_KEY", "from-outside\n")
+    assert read_key(None) == "from-outside"
+    monkeypatch.setenv("DEPTHMIX_API_KEY", "\n")
+    assert read_key(None) is None
     file = tmp_path / "key.txt"
     file.write_text("from-file\n")
     assert read_key(file) == "from-file"

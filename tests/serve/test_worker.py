@@ -275,6 +275,111 @@ def test_an_engine_that_cannot_even_cancel_is_broken(monkeypatch: pytest.MonkeyP
     play(scene())
 
 
+def test_a_broken_engine_leaves_no_job_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    async def check(worker: Worker, *jobs: Job) -> None:
+        for job in jobs:
+            with pytest.raises(UnavailableError, match="must be restarted"):
+                await read_all(job)
+        assert worker.state == "broken"
+        assert worker.num_open == 0
+
+    async def cancel_fails_for_the_second() -> None:
+        engine = HeldEngine()
+        engine.hold()
+        engine.fail = lambda step: break_down() if step == 4 else None
+        cancel = engine.cancel
+        seen: list[int] = []
+
+        def cancel_one(request: int) -> list[Event]:
+            seen.append(request)
+            if len(seen) > 1:
+                break_down()
+            return cancel(request)
+
+        monkeypatch.setattr(engine, "cancel", cancel_one)
+        async with work(engine) as worker:
+            jobs = [worker.submit([[5]], LONG), worker.submit([[6]], LONG)]
+            for job in jobs:
+                await job.wait_begun()
+            engine.gate.release(4)
+            await check(worker, *jobs)
+
+    async def cancel_fails_after_add() -> None:
+        engine = HeldEngine()
+        monkeypatch.setattr(engine, "cancel", break_down)
+        async with work(engine) as worker:
+            await check(worker, worker.submit([[5], [999]], LONG))
+
+    async def stats_fail_at_the_end() -> None:
+        engine = HeldEngine()
+        stats = engine.stats
+
+        def count() -> Any:
+            return break_down() if engine.num_steps else stats()
+
+        monkeypatch.setattr(engine, "stats", count)
+        async with work(engine) as worker:
+            job = worker.submit([[5]], SamplingParams(max_tokens=1))
+            # its token has been computed
+            assert len(await read_all(job)) == 1
+            assert worker.num_open == 0
+
+    for scene in (cancel_fails_for_the_second, cancel_fails_after_add, stats_fail_at_the_end):
+        play(scene())
+
+
+def test_any_step_that_succeeds_ends_a_row_of_failures() -> None:
+    async def scene() -> None:
+        # a prompt's first chunk has no event
+        engine = HeldEngine(chunk_tokens=16)
+        engine.hold()
+
+        def fail(step: int) -> None:
+            if step <= 3:
+                raise RuntimeError("no")
+
+        engine.fail = fail
+        async with work(engine) as worker:
+            for _ in range(3):
+                job = worker.submit([[5]], LONG)
+                engine.gate.release()
+                with pytest.raises(FailedError):
+                    await read_all(job)
+            assert not worker.is_healthy
+            job = worker.submit([[5] * 100], LONG)
+            engine.gate.release()
+            while not worker.is_healthy:
+                await asyncio.sleep(0.001)
+            assert worker.num_failures == 0
+            assert not job._news
+
+    play(scene())
+
+
+def test_a_failed_score_shows() -> None:
+    async def scene() -> None:
+        engine = HeldEngine()
+
+        def fail(*_: object, **__: object) -> None:
+            raise RuntimeError("CUDA out of memory")
+
+        engine.score = fail  # pyrefly: ignore[bad-assignment]
+        async with work(engine) as worker:
+            for count in (1, 2, 3):
+                job = worker.submit([[5, 6]], SIX, scores=True)
+                with pytest.raises(FailedError, match="ran out of memory"):
+                    await job.wait_begun()
+                assert worker.num_failures == count
+            assert worker.last_failure is not None
+            assert not worker.is_healthy
+            assert worker.metrics.failed_steps._value.get() == 3
+
+    play(scene())
+
+
 def test_a_model_that_cannot_be_loaded_is_told() -> None:
     async def scene() -> None:
         def load() -> Engine:

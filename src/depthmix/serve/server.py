@@ -160,7 +160,9 @@ class DrainingServer(uvicorn.Server):
         """The first signal is a wish, a second one an order."""
         self._num_signals += 1
         if self._num_signals > 1:
-            self.should_exit = self.force_exit = True
+            # as if it had never been caught
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
         elif self.loop is not None:
             self.loop.call_soon_threadsafe(self.begin_drain)
 
@@ -331,7 +333,7 @@ def describe_model(stored: StoredModel, name: str | None) -> ServedModel:
 def read_key(file: Path | None) -> str | None:
     """The API key: from a file, else from the environment."""
     if file is None:
-        return os.environ.get(KEY_VARIABLE) or None
+        return os.environ.get(KEY_VARIABLE, "").strip() or None
     key = file.read_text(encoding="utf-8").strip()
     if not key:
         raise ValueError(f"--api-key-file {file} is empty: put the key into it")

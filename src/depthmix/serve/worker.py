@@ -177,6 +177,8 @@ class Worker:
         self._prompts: dict[int, _Prompt] = {}
         # which of a job's prompts are to be scored
         self._unscored: deque[tuple[Job, int]] = deque()
+        # the loop's own: those that have not ended
+        self._jobs: set[Job] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
         # the state is changed from both sides
@@ -227,6 +229,7 @@ class Worker:
         if self.num_open + job.num_samples > room:
             raise BusyError("too many requests are waiting: try again later")
         self.num_open += job.num_samples
+        self._jobs.add(job)
         self._orders.put(_Order("add", job))
         return job
 
@@ -271,7 +274,8 @@ class Worker:
             self.error = error
             self._enter("broken")
         finally:
-            self._turn_away(UnavailableError(SORRY[self.state]))
+            # the loop looks at the state before it takes a job: after this no more can come
+            self._post([], then=self._turn_away)
 
     def _enter(self, state: State) -> None:
         with self._entering:
@@ -323,7 +327,7 @@ class Worker:
             scores = engine.score(job.prompts[number], top=job.params.logprobs or 0)
         except Exception as error:
             logger.exception("a prompt could not be scored")
-            self._fail(engine, [job], FailedError(describe_failure(error)))
+            self._fail(engine, [job], self._note_failure(error))
         else:
             self._report([(job, Scored(number, scores))])
 
@@ -341,17 +345,21 @@ class Worker:
             events = engine.step()
         except Exception as error:
             logger.exception("a step failed, and the requests in it with it")
-            self.metrics.failed_steps.inc()
-            self.num_failures += 1
-            self.last_failure = describe_failure(error)
+            problem = self._note_failure(error)
             stats = engine.stats()
             # the requests that had a row in it; a failing step may take the rows back
             num_rows = stats.num_running + stats.num_preempted - num_preempted
-            self._fail_oldest(engine, num_rows, FailedError(self.last_failure))
+            self._fail_oldest(engine, num_rows, problem)
         else:
-            if events:
-                self.num_failures, self.last_failure = 0, None
+            self.num_failures, self.last_failure = 0, None
             self._pass_on(events)
+
+    def _note_failure(self, error: Exception) -> FailedError:
+        """Count a failure of the engine; returns what its requests are told."""
+        self.metrics.failed_steps.inc()
+        self.num_failures += 1
+        self.last_failure = describe_failure(error)
+        return FailedError(self.last_failure)
 
     def _fail_oldest(self, engine: Engine, num_rows: int, problem: ServeError) -> None:
         """End the requests of so many samples, but one at least: so there is always progress.
@@ -410,25 +418,17 @@ class Worker:
 
     def _report(self, news: Sequence[_News]) -> None:
         """Hand over news; a reader who has them finds metrics that include them."""
-        self._show()
-        if news:
-            self._post(news)
+        try:
+            self._show()
+        finally:
+            if news:
+                self._post(news)
 
     def _show(self) -> None:
         assert self.engine is not None
         pages = self.engine.pages
         self.stats = self.engine.stats()
         self.metrics.show(self.stats, pages.num_used, pages.num_pages)
-
-    def _turn_away(self, problem: ServeError) -> None:
-        """Fail all requests that still wait."""
-        jobs = {prompt.job: None for prompt in self._prompts.values()}
-        jobs |= {job: None for job, _ in self._unscored}
-        self._prompts.clear()
-        self._unscored.clear()
-        self._post([(job, problem) for job in jobs])
-        # the loop asks for the state before it orders: after the next turn of it none can come
-        self._post([], then=self._refuse_orders)
 
     def _post(self, news: Sequence[_News], then: Callable[[], None] | None = None) -> None:
         assert self._loop is not None
@@ -441,16 +441,16 @@ class Worker:
     def _deliver(self, news: Sequence[_News], then: Callable[[], None] | None) -> None:
         for job, told in news:
             self.num_open -= job._hear(told)
+            if job.is_done:
+                self._jobs.discard(job)
         if then is not None:
             then()
         self._changed.set()
 
-    def _refuse_orders(self) -> None:
-        with suppress(Empty):
-            while True:
-                order = self._orders.get(block=False)
-                if order.what == "add" and order.job is not None:
-                    self.num_open -= order.job._hear(UnavailableError(SORRY[self.state]))
+    def _turn_away(self) -> None:
+        """End all jobs: the thread is gone, and no engine will."""
+        problem = UnavailableError(SORRY[self.state])
+        self._deliver([(job, problem) for job in self._jobs], None)
 
 
 def describe_failure(error: BaseException) -> str:
