@@ -203,6 +203,33 @@ def test_different_prompts_get_different_noise(run: Path, ask: Ask) -> None:
     assert texts[0] != texts[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0.5),
+        ("top_k", 3),
+        ("top_p", 0.7),
+        ("min_p", 0.4),
+        ("repetition_penalty", 1.9),
+        ("frequency_penalty", 0.3),
+        ("presence_penalty", -0.6),
+    ],
+)
+def test_every_sampling_parameter_reaches_the_engine(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, name: str, value: float
+) -> None:
+    found: list[SamplingParams] = []
+    add = Sampler.add
+
+    def note(self: Sampler, prompt: list[int], params: SamplingParams) -> int:
+        found.append(params)
+        return add(self, prompt, params)
+
+    monkeypatch.setattr(Sampler, "add", note)
+    assert ask("--prompt", "a", "--max-tokens", 2, f"--{name.replace('_', '-')}", value).code == 0
+    assert [getattr(params, name) for params in found] == [value]
+
+
 def test_the_end_token_stops_unless_ignored(
     run: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +390,7 @@ def test_the_models_length_is_told(ask: Ask) -> None:
         (["--min-p", "2"], "--min-p 2.0 must lie between 0 and 1"),
         (["--top-k", "-1"], "--top-k -1 must lie in [0, 2^63)"),
         (["--repetition-penalty", "0"], "--repetition-penalty 0.0 must be greater than 0"),
+        (["--frequency-penalty", "3"], "--frequency-penalty 3.0 must lie between -2 and 2"),
         (["--n", "0"], "--n 0 must be at least 1"),
         (["-n", "0"], "--n 0 must be at least 1"),
         (["--seed", "9" * 30], "must lie in [-2^63, 2^63)"),

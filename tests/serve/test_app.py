@@ -66,6 +66,7 @@ def test_a_completion_is_what_the_engine_generates() -> None:
             "top_k": 50,
         }
         wish |= {"min_p": 0.001, "repetition_penalty": 1.1, "n": 2}
+        wish |= {"frequency_penalty": 0.4, "presence_penalty": -0.3}
         truth = generate(**wish)
         async with open_service() as server:
             found = await server.complete(prompt="once upon", model="tiny", **wish)
@@ -515,8 +516,6 @@ def test_preemptions_are_counted() -> None:
         ({"foo": 1}, "foo", "'foo' is not supported"),
         ({"best_of": 2}, "best_of", "'best_of' is not supported"),
         ({"logit_bias": {"1": 2}}, "logit_bias", "'logit_bias' is not supported"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "'frequency_penalty' is not supported"),
-        ({"presence_penalty": -1}, "presence_penalty", "'presence_penalty' is not supported"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "is for streams"),
         ({"stream": True, "stream_options": {"x": 1}}, "x", "'x' is not supported"),
         ({"prompt": 7}, "prompt", "must be a text"),
@@ -539,6 +538,8 @@ def test_preemptions_are_counted() -> None:
         ({"top_k": -2}, "top_k", "greater than or equal to -1"),
         ({"min_p": 2}, "min_p", "less than or equal to 1"),
         ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty", "less than or equal to 2"),
+        ({"presence_penalty": -3}, "presence_penalty", "greater than or equal to -2"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"seed": 1 << 70}, "seed", "less than"),
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),

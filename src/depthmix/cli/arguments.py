@@ -100,6 +100,13 @@ MinP = Annotated[
 RepetitionPenalty = Annotated[
     float, typer.Option(help="Above 1, tokens that already occurred are less likely.")
 ]
+FrequencyPenalty = Annotated[
+    float,
+    typer.Option(help="Subtracted from a token's logit for each time it was generated; -2 to 2."),
+]
+PresencePenalty = Annotated[
+    float, typer.Option(help="Subtracted from the logits of generated tokens; -2 to 2.")
+]
 Selector = Annotated[
     str | None,
     typer.Option(

@@ -11,9 +11,11 @@ import typer
 from depthmix.cli.arguments import (
     Checkpoint,
     Device,
+    FrequencyPenalty,
     MinP,
     ModelPath,
     PlainCommand,
+    PresencePenalty,
     RepetitionPenalty,
     Selector,
     Temperature,
@@ -37,6 +39,8 @@ def chat(
     top_p: TopP = 0.95,
     min_p: MinP = 0.0,
     repetition_penalty: RepetitionPenalty = 1.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    presence_penalty: PresencePenalty = 0.0,
     seed: Annotated[
         int | None, typer.Option(help="The same seed gives the same answers. Default: a new one.")
     ] = None,
@@ -67,6 +71,7 @@ def chat(
 
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k}
     options |= {"top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    options |= {"frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty}
     with name_flags(*options):
         params = SamplingParams(**options, seed=seed)
     opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)

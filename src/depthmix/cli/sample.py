@@ -11,9 +11,11 @@ import typer
 from depthmix.cli.arguments import (
     Checkpoint,
     Device,
+    FrequencyPenalty,
     MinP,
     ModelPath,
     PlainCommand,
+    PresencePenalty,
     RepetitionPenalty,
     Selector,
     Temperature,
@@ -57,6 +59,8 @@ def sample(
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
     repetition_penalty: RepetitionPenalty = 1.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    presence_penalty: PresencePenalty = 0.0,
     stop: Annotated[
         list[str] | None,
         typer.Option(
@@ -132,6 +136,7 @@ def sample(
 
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k}
     options |= {"top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    options |= {"frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty}
     # drawn here, so that it can be printed
     chosen_seed = random.SystemRandom().getrandbits(31) if seed is None else seed
     stops = [read_escapes(text) for text in stop or []]

@@ -26,6 +26,8 @@ SETTINGS: Mapping[str, Callable[[str], Any]] = {
     "top_p": float,
     "min_p": float,
     "repetition_penalty": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
     "seed": int,
 }
 NONE = "none"

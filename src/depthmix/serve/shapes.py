@@ -14,7 +14,6 @@ from pydantic import (
     Field,
     PlainValidator,
     WithJsonSchema,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -31,11 +30,6 @@ from depthmix.serve.problems import RefusedError
 
 # OpenAI's default for completions; a chat goes on to its end
 COMPLETION_TOKENS = 16
-
-NEEDS_ENGINE = {
-    "frequency_penalty": "use repetition_penalty, or leave it out",
-    "presence_penalty": "use repetition_penalty, or leave it out",
-}
 
 
 def read_ids(value: Any) -> list[int]:
@@ -138,8 +132,8 @@ class SamplingShape(WishShape):
     """0 and -1 mean all."""
     min_p: Annotated[Real, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[Real, Field(gt=0)] = 1.0
-    frequency_penalty: Real = 0.0
-    presence_penalty: Real = 0.0
+    frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[Real, Field(ge=-2, le=2)] = 0.0
     n: Annotated[int, Field(ge=1)] = 1
     stop: Stops = []
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] = []
@@ -149,18 +143,6 @@ class SamplingShape(WishShape):
     stream_options: StreamOptions | None = None
     depth: bool = False
     """Tell each token's path through the routed blocks."""
-
-    @field_validator(*NEEDS_ENGINE)
-    @classmethod
-    def refuse_penalty(cls, value: float, info: Any) -> float:
-        """Only what changes nothing."""
-        if value:
-            raise PydanticCustomError(
-                "unsupported",
-                "the parameter '{name}' is not supported: {advice}",
-                {"name": info.field_name, "advice": NEEDS_ENGINE[info.field_name]},
-            )
-        return value
 
     @model_validator(mode="after")
     def check_stream_options(self) -> "SamplingShape":
@@ -211,6 +193,8 @@ class SamplingShape(WishShape):
                 top_p=self.top_p,
                 min_p=self.min_p,
                 repetition_penalty=self.repetition_penalty,
+                frequency_penalty=self.frequency_penalty,
+                presence_penalty=self.presence_penalty,
                 stop_tokens=[*self.stop_token_ids, *ends],
                 stop=self.stop,
                 logprobs=self.count_logprobs(),
