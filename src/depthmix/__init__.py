@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from depthmix.sample import open_model
     from depthmix.train.step import TrainStep
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "Cache",

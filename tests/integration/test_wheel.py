@@ -1,4 +1,4 @@
-"""What `pip install depthmix` gives: the wheel, and nothing but what it asks for.
+"""What an installation gives: the wheel, and nothing but what it asks for.
 
 The environment is fresh, but nothing is downloaded: the packages that the wheel's metadata require,
 and those that these require, are linked into it from the environment that runs the tests. So torch
@@ -10,6 +10,8 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
+import tomllib
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -153,6 +155,21 @@ def test_the_archives_are_fit_to_be_uploaded(built: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("PASSED") == 2
+
+
+def test_the_source_archive_has_what_it_lists(built: Path) -> None:
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = table["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    (found,) = built.glob("*.tar.gz")
+    with tarfile.open(found) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    for pattern in listed:
+        assert list(ROOT.glob(pattern)), f"{pattern} is listed, but there is no such file"
+    # what the README shows and links to
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\((?!https:)([^)#]+)", text))
+    assert len(linked) > 20
+    assert linked - packed == set()
 
 
 def test_the_wheel_promises_what_is_tested(wheel: Path) -> None:
