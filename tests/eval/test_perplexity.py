@@ -142,7 +142,7 @@ def test_compute_is_told() -> None:
     ("tokens", "options", "told"),
     [
         ([1], {}, "at least two tokens"),
-        ([1, 64], {}, "has token 64, and the model knows 64"),
+        ([1, 64], {}, "has token 64, but the model has 64"),
         ([1, 2], {"batch_size": 0}, "batch_size = 0"),
         ([1, 2], {"seq_len": -1}, "seq_len = -1"),
     ],

@@ -76,7 +76,7 @@ def test_text_where_ids_belong_is_told() -> None:
         "decode takes token ids": [partial(vocabulary.decode, "text")],
         "only text has tokens": [partial(vocabulary.encode, [1, 2])],
         "use trace_model for text": [partial(trace, model, "text")],
-        "is the one of a folder": [partial(engine_type, opened)],
+        "for a model folder, pass": [partial(engine_type, opened)],
     }
     for sentence, calls in refused.items():
         for call in calls:
