@@ -53,6 +53,7 @@ from depthmix.report.frontier import (
 from depthmix.report.load import Row
 from depthmix.report.page import format_error
 from depthmix.report.records import load_records, read_lines
+from depthmix.sweep.plan import PlannedRun, expand_plan, load_plan
 from depthmix.units import format_power
 
 ROOT = Path(__file__).parents[1]
@@ -975,6 +976,90 @@ def write_front() -> str:
     return write_table(["question", "answer", "conditions"], rows)
 
 
+NEEDED = (
+    ("isoflop", "gpu", 1.3e16, "outer sizes and third seeds: the minima are not bracketed"),
+    ("shapes", "gpu", 1.3e16, "whether wide and shallow helps dense models as much as MoD"),
+    ("isoflop", "large", 1e17, "whether the lead holds at eight times the largest budget"),
+    ("shapes", "large", 1e17, "wider sizes, if a minimum at 1e17 is open on that side"),
+    ("replication", "gpu", 1.3e15, "whether the lead holds for fresh seeds"),
+    ("controls", "gpu", 1.3e15, "the paper's random control; token choice by a bias; early exit"),
+    ("experts", "gpu", 1.3e15, "MoDE when tokens choose their experts, at equal cost"),
+    ("knobs", "gpu", 4e15, "whether other learning rates change the lead"),
+)
+"""Plan, size, budget, and what its missing runs would show."""
+
+
+def find_missing(plan: str, scale: str, budget: float) -> list[PlannedRun]:
+    """Runs of a plan without a record that counts FLOPs as the plan does."""
+    path = RUNS / f"{plan}.jsonl"
+    # what was not kept is known to be older than executed FLOPs
+    known = {
+        record["run"]: (record["config"] or {}).get("train", {}).get("flops_convention", "full")
+        for record in (read_lines(path) if path.exists() else ())
+    }
+    vocab_size = NUM_IDS if scale == "gpu" else None
+    runs = expand_plan(load_plan(plan, scale), vocab_size=vocab_size)
+    return [
+        run
+        for run in runs
+        if run.budget == budget and known.get(run.folder) != run.config.train.flops_convention
+    ]
+
+
+NUM_IDS = 4096
+"""Ids of the data that plans for one GPU were made for."""
+
+
+def say_runs(runs: Sequence[PlannedRun]) -> str:
+    """`dense 224 × 8, 288 × 10 (seed 2); mod 288 × 8`, or how many of each variant."""
+    seeds: dict[str, dict[str, list[str]]] = {}
+    for run in runs:
+        model = run.config.model
+        shape, seed = f"{model.width} × {model.num_layers}", str(run.config.train.seed)
+        seeds.setdefault(run.variant, {}).setdefault(shape, []).append(seed)
+    if sum(map(len, seeds.values())) > MOST_SHAPES:
+        return f"all {len(runs)}"
+    parts = []
+    for variant, shapes in seeds.items():
+        each = [
+            shape if some == ["0"] else f"{shape} (seed{'s' * (len(some) > 1)} {', '.join(some)})"
+            for shape, some in shapes.items()
+        ]
+        parts.append(f"{'MoD' if variant == 'mod' else variant} {', '.join(each)}")
+    return "; ".join(parts)
+
+
+MOST_SHAPES = 8
+"""So many shapes are listed one by one."""
+
+
+def write_missing() -> str:
+    rows = []
+    for plan, scale, budget, reason in NEEDED:
+        runs, tflops = find_missing(plan, scale, budget), load_plan(plan, scale).tflops
+        if not runs:
+            continue
+        spent = sum(run.flops for run in runs)
+        assert tflops is not None
+        rows.append(
+            [
+                f"`{plan} --size {scale}`",
+                f"{format_power(budget)} ({runs[0].config.train.flops_convention})",
+                say_runs(runs),
+                reason,
+                f"{spent / 1e15:.0f} PFLOP, {spent / tflops / 60e12:.0f} minutes",
+            ]
+        )
+    head = [
+        "plan",
+        "FLOPs of a run",
+        "missing",
+        "what they would show",
+        "cost, by the plan's guess",
+    ]
+    return write_table(head, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "minima": write_minima,
     "conventions": write_conventions,
@@ -994,6 +1079,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine-batches": write_batches,
     "speed": write_speed,
     "claims": write_claims,
+    "missing": write_missing,
     "front": write_front,
 }
 PAGES = (ROOT / "README.md", *sorted(RESULTS.glob("*.md")))

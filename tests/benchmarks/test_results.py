@@ -55,3 +55,19 @@ def test_speedups_are_those_of_the_recorded_calls(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(results, "read_engine", {"large": rows}.get)
     assert results.find_speedup("large", "greedy", 1) == 1.5
     assert results.find_speedup("large", "greedy", 8) == 1.25
+
+
+def test_missing_runs_are_those_without_a_record_of_their_convention() -> None:
+    names = {run.folder for run in results.find_missing("isoflop", "gpu", 1.3e16)}
+    assert names == {
+        "1.3e16/dense/w224-l8-s0",
+        "1.3e16/dense/w288-l10-s2",
+        "1.3e16/dense/w384-l12-s0",
+        "1.3e16/mod/w288-l8-s0",
+        "1.3e16/mod/w288-l10-s2",
+        "1.3e16/mod/w352-l10-s2",
+        "1.3e16/mod/w512-l10-s0",
+    }
+    assert results.find_missing("isoflop", "gpu", 4e14) == []
+    # its records count full FLOPs, and the plan executed ones
+    assert len(results.find_missing("controls", "gpu", 1.3e15)) == 30
