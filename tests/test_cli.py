@@ -381,7 +381,7 @@ def test_a_configuration_trains_again(
     ("args", "sentence"),
     [
         ("train --steps 0", "--steps 0 must be greater than 0"),
-        ("train --flops 1", "this budget is less than one step"),
+        ("train --flops 1", "--flops 1 is less than one step"),
         ("train --steps 1 --tokens 5", "give only one of --steps and --tokens: a run has one"),
         ("train --lr 3", "there is no option '--lr'. Fields are written FIELD=VALUE"),
         ("train --tokens nan", "--tokens nan must be a finite number"),

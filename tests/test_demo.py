@@ -4,7 +4,9 @@ import io
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,6 +17,8 @@ from depthmix.config import load_config, load_preset
 from depthmix.data.prepare import prepare
 from depthmix.data.shards import Corpus
 from depthmix.demo import plan_twins, read_held_out, run_demo
+from depthmix.models import open as opening
+from depthmix.models.vocabulary import find_vocabulary
 from depthmix.runs.folder import RunDir
 from tiny_runs import write_data
 
@@ -38,7 +42,22 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_demo_compares_at_equal_compute(model: Path, data: Path, tmp_path: Path) -> None:
+def test_demo_compares_at_equal_compute(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: Counter[str] = Counter()
+
+    def count(name: str) -> None:
+        real = getattr(opening, name)
+
+        def work(*args: Any) -> Any:
+            read[name] += 1
+            return real(*args)
+
+        monkeypatch.setattr(opening, name, work)
+
+    for name in ("read_config", "build_model", "find_vocabulary"):
+        count(name)
     file = io.StringIO()
     console = Console(file=file, width=80)
     out = tmp_path / "out"
@@ -57,6 +76,7 @@ def test_demo_compares_at_equal_compute(model: Path, data: Path, tmp_path: Path)
         assert last is not None
         assert first > last
         assert run.curve[-1] == (run.last["flops"], run.last["loss"])
+    assert read == {"read_config": 1, "build_model": 1, "find_vocabulary": 1}
     losses = rf"{dense.val['loss']:.3f} +{routed.val['loss_topk']:.3f}"
     assert re.search(rf"validation loss +{losses}", printed)
     assert re.search(rf"under causal routing +{routed.val['loss_causal']:.3f}", printed)
@@ -103,7 +123,7 @@ def test_demo_compares_at_equal_compute(model: Path, data: Path, tmp_path: Path)
     assert f"{len(trace['tokens'])} tokens" in routing
     assert trace["rules"].keys() == {"topk", "causal"}
     assert trace["origin"]["run"] == str(routed.folder.path)
-    assert "".join(trace["texts"]) == read_held_out(routed.folder)
+    assert "".join(trace["texts"]) == read_held_out(routed.folder, find_vocabulary(routed.folder))
 
 
 def test_held_out_text_is_of_the_validation_split(data: Path, tmp_path: Path) -> None:
@@ -114,7 +134,7 @@ def test_held_out_text_is_of_the_validation_split(data: Path, tmp_path: Path) ->
     for name in ("train", "val"):
         split = corpus.split(name)
         texts[name] = [decode(split.read(i)[:-1].tolist()) for i in range(split.num_documents)]
-    found = read_held_out(run)
+    found = read_held_out(run, find_vocabulary(run))
     assert found in texts["val"]
     assert found not in texts["train"]
     # the longest there is says most

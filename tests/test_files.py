@@ -18,7 +18,14 @@ import pytest
 
 from depthmix import files
 from depthmix.cli import main
-from depthmix.files import hash_file, lock_folder, replace_file, sync_folder, take_lock
+from depthmix.files import (
+    hash_content,
+    hash_file,
+    lock_folder,
+    replace_file,
+    sync_folder,
+    take_lock,
+)
 from depthmix.report.figures import Chart, Panel, Point, Series, save_images
 from depthmix.report.traces import write_trace
 from hand_traces import make_trace
@@ -156,6 +163,8 @@ def test_a_file_has_its_sha256(tmp_path: Path) -> None:
     content = bytes(range(256)) * 5000
     (tmp_path / "a").write_bytes(content)
     assert hash_file(tmp_path / "a") == hashlib.sha256(content).hexdigest()
+    assert hash_content(content) == hash_file(tmp_path / "a")
+    assert hash_content("é") == hash_content("é".encode())
 
 
 LOCK = (

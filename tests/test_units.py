@@ -6,6 +6,7 @@ from depthmix.units import (
     format_bytes,
     format_clock,
     format_count,
+    format_difference,
     format_estimate,
     format_flops,
     format_number,
@@ -68,3 +69,11 @@ def test_times_that_run() -> None:
 def test_nouns_are_counted() -> None:
     told = [format_count(count, "step") for count in (0, 1, 2, 12345)]
     assert told == ["0 steps", "1 step", "2 steps", "12,345 steps"]
+
+
+@pytest.mark.parametrize(
+    ("percent", "words"),
+    [(-1.24, "1.2 % lower than"), (0.05, "0.1 % higher than"), (-0.049, "equal to")],
+)
+def test_differences(percent: float, words: str) -> None:
+    assert format_difference(percent) == words

@@ -83,13 +83,13 @@ def _count_steps(run: RunConfig, stages: Sequence[CapacityStage]) -> int:
     if recipe.steps is not None:
         return recipe.steps
     if recipe.tokens is not None:
-        return _round_down(recipe.tokens / run.tokens_per_step)
+        return _round_down(recipe.tokens / run.tokens_per_step, "tokens", recipe.tokens)
     if recipe.flops is None:
         return DEFAULT_STEPS
     # no step is cheaper than the last ones, so this is an upper bound
     steps = recipe.flops / stages[-1].count_flops(recipe.flops_convention)
     if len(stages) == 1 or steps < 1:
-        return _round_down(steps)
+        return _round_down(steps, "flops", recipe.flops)
     most = min(int(steps), sys.maxsize)
     return bisect_right(
         range(1, most + 1), recipe.flops, key=lambda count: _arrange(run, stages, count).flops
@@ -131,11 +131,11 @@ def _arrange(run: RunConfig, stages: Sequence[CapacityStage], num_steps: int) ->
     return Schedule(run, num_steps, tuple(s._replace(first=first) for first, s in found.items()))
 
 
-def _round_down(steps: float) -> int:
+def _round_down(steps: float, name: str, budget: float) -> int:
     if steps < 1:
         raise ValueError(
-            f"this budget is less than one step ({steps:.2g} of one): raise it, or lower "
-            f"train.batch_size"
+            f"train.{name} = {budget:g} is less than one step ({steps:.2g} of one): raise it, or "
+            f"lower train.batch_size"
         )
     return int(steps)
 

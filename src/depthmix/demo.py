@@ -19,10 +19,9 @@ from depthmix.config import ModelConfig, RunConfig, list_recipe, load_config
 from depthmix.data.shards import Corpus
 from depthmix.eval.trace import trace_model
 from depthmix.files import replace_file
-from depthmix.flops import executed_flops
 from depthmix.infer import SamplingParams
-from depthmix.models import open_model
-from depthmix.models.vocabulary import find_vocabulary
+from depthmix.models import StoredModel, open_model
+from depthmix.models.vocabulary import Vocabulary
 from depthmix.progress import say
 from depthmix.report import write_report
 from depthmix.report.curves import Points, draw_text_plot, plot_losses
@@ -34,7 +33,7 @@ from depthmix.runs.losses import JUDGED, TRAINED, read_metric
 from depthmix.sample import start_sampler
 from depthmix.sample.show import Show
 from depthmix.train.launch import Launch, launch
-from depthmix.units import format_power
+from depthmix.units import format_difference, format_power
 
 FLOPS = 2e12
 TWINS = ("dense", "mod")
@@ -114,12 +113,15 @@ def run_demo(
         console, curves, folder / PICTURE, f"Dense and routed at {format_power(flops)} FLOPs"
     )
     say(console, f"the runs: depthmix runs {folder}")
+    model = open_model(routed.folder.path)
+    # before sampling, which may lower the precision of the network
+    routing = write_routing(model, routed.folder, folder / ROUTING, device)
     # other data may not be Python: start from an empty prompt
-    show_sample(console, routed, PROMPT if data is None else "", device)
+    show_sample(console, routed.name, model, PROMPT if data is None else "", device)
     report = write_report(folder, None, shlex.join(["depthmix", "report", str(folder)]))
     shown = "in tables" if report.problem else "with their curves"
     say(console, f"\nThe report compares the two runs, {shown}: {report.page}")
-    show_routing(console, routed, folder / ROUTING, device)
+    say(console, routing)
     console.print(f"\n{tell_outcome(config, dense, routed)}", highlight=False, markup=False)
     return dense, routed
 
@@ -129,15 +131,7 @@ def plan_twins(config: ModelConfig, preset: str, flops: float) -> dict[str, RunC
     size = _name_size(preset)
     twins = {f"{size}-dense": config.dense_twin(), f"{size}-mod": config}
     fields = {**RECIPE, **list_recipe(preset), "train.flops": flops}
-    runs = {name: RunConfig.from_overrides(model, fields) for name, model in twins.items()}
-    for run in runs.values():
-        recipe, sizes = run.train, {"seq_len": run.seq_len, "batch_size": run.train.batch_size}
-        step = executed_flops(run.model, recipe.optimizer, **sizes)
-        if flops < step:
-            raise ValueError(
-                f"train.flops = {flops:g} is less than one step ({step:.2g}): raise it"
-            )
-    return runs
+    return {name: RunConfig.from_overrides(model, fields) for name, model in twins.items()}
 
 
 def tell_outcome(config: ModelConfig, dense: Trained, routed: Trained) -> str:
@@ -153,9 +147,7 @@ def tell_outcome(config: ModelConfig, dense: Trained, routed: Trained) -> str:
     ours, theirs = (read_metric(run.val, JUDGED) for run in (routed, dense))
     if ours is None or theirs is None:
         return said
-    percent = 100 * (ours - theirs) / theirs
-    word = "lower" if percent < 0 else "higher"
-    outcome = f"{abs(percent):.1f} % {word} than" if abs(percent) >= 0.05 else "equal to"
+    outcome = format_difference(100 * (ours - theirs) / theirs)
     return (
         f"{said} Its validation loss, routing token by token as in sampling, is {outcome} that of "
         f"its dense twin ({ours:.3f} against {theirs:.3f}). One short run of each small model "
@@ -197,17 +189,17 @@ def save_picture(console: Console, curves: Mapping[str, Points], path: Path, tit
     say(console, f"the picture: {path}")
 
 
-def show_sample(console: Console, run: Trained, prompt: str, device: str | None) -> None:
+def show_sample(
+    console: Console, name: str, model: StoredModel, prompt: str, device: str | None
+) -> None:
     """Print a short sample of the model, and how much compute routing saved."""
-    path = run.folder.path
     try:
-        model = open_model(path)
         sampler = start_sampler(model, device=device, max_batch=1)
     except ValueError as error:
         # data prepared from token ids has no tokenizer
         say(console, f"\nno sample: {error}")
         return
-    say(console, f"\nA sample of {run.name}, routed token by token:\n")
+    say(console, f"\nA sample of {name}, routed token by token:\n")
     # leave room for the prompt in a model with short sequences
     most = min(SAMPLING.max_tokens, model.config.max_seq_len // 2)
     params = dataclasses.replace(SAMPLING, max_tokens=most)
@@ -217,30 +209,26 @@ def show_sample(console: Console, run: Trained, prompt: str, device: str | None)
     for line in show.summarize():
         say(console, line)
     more = f"--prompt {shlex.quote(prompt)} " if prompt else ""
-    say(console, f"more: depthmix sample {shlex.quote(str(path))} {more}--color")
+    say(console, f"more: depthmix sample {shlex.quote(str(model.path))} {more}--color")
 
 
-def show_routing(console: Console, run: Trained, page: Path, device: str | None) -> None:
-    """Write a page of held-out text, coloured by depth."""
+def write_routing(model: StoredModel, run: RunDir, page: Path, device: str | None) -> str:
+    """Write a page of held-out text, coloured by depth; returns a sentence about it."""
     try:
-        words = read_held_out(run.folder)
-        model = open_model(run.folder.path)
+        words = read_held_out(run, model.vocabulary)
         found = trace_model(model, words, text="held-out text", max_tokens=NUM_READ, device=device)
     except ValueError as error:
         # data prepared from token ids has no tokenizer, and some data has no validation split
-        say(console, f"no routing page: {error}")
-        return
+        return f"no routing page: {error}"
     replace_file(page, write_page(found))
-    say(
-        console,
+    return (
         f"The routing page shows through how many routed blocks each of {len(found['tokens'])} "
-        f"tokens of held-out text went: {page}",
+        f"tokens of held-out text went: {page}"
     )
 
 
-def read_held_out(run: RunDir) -> str:
+def read_held_out(run: RunDir, vocabulary: Vocabulary) -> str:
     """A validation document of the run's data that fills the page, or the longest."""
-    tokenizer = find_vocabulary(run).tokenizer
     used = run.read_starts()[-1]["data"]
     split = Corpus.open(used["folder"]).split("val")
     if not split.num_documents:
@@ -248,7 +236,7 @@ def read_held_out(run: RunDir) -> str:
     # the first of those that fill the page
     number = int((split.document_lengths.clip(max=NUM_READ)).argmax())
     # the last token is the document's end
-    return tokenizer.decode(split.read(number, 0, NUM_READ + 1)[:-1].tolist())
+    return vocabulary.decode(split.read(number, 0, NUM_READ + 1)[:-1].tolist())
 
 
 def print_result(console: Console, dense: Trained, routed: Trained) -> None:

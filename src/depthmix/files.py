@@ -105,6 +105,12 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def hash_content(content: str | bytes) -> str:
+    """Sha256 of a text in UTF-8, or of bytes, in hexadecimal."""
+    data = content.encode() if isinstance(content, str) else content
+    return hashlib.sha256(data).hexdigest()
+
+
 def take_lock(number: int, *, shared: bool = False) -> bool:
     """Lock an open file or folder until it is closed; False if another process holds the lock.
 

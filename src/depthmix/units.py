@@ -32,6 +32,13 @@ def format_power(value: int | float) -> str:
     return f"{value:.3g}".replace("e+0", "e").replace("e+", "e")
 
 
+def format_difference(percent: int | float) -> str:
+    """A difference in words: `1.2 % lower than`, `equal to`."""
+    if abs(percent) < 0.05:
+        return "equal to"
+    return f"{abs(percent):.1f} % {'lower' if percent < 0 else 'higher'} than"
+
+
 def format_seconds(seconds: int | float) -> str:
     """A measured time in three digits and a unit: `12.3 ms`, `89.5 s`, `3.21 min`, `4 h`."""
     if seconds < 1:

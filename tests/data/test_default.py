@@ -51,11 +51,16 @@ def test_another_library_or_vocabulary_has_another_name(library: Path) -> None:
     assert all(version in name for name in names)
 
 
-def test_a_damaged_folder_is_made_anew(library: Path) -> None:
+def test_a_damaged_folder_is_replaced(library: Path) -> None:
     folder = prepare_default(300)
-    (folder / "train-00000.bin").write_bytes(b"")
-    assert prepare_default(300) == folder
-    Corpus.open(folder, verify="full")
+    shard = folder / "train-00000.bin"
+    good = shard.read_bytes()
+    # of another size, and of the same
+    for damage in (b"", good[::-1]):
+        shard.write_bytes(damage)
+        assert prepare_default(300) == folder
+        assert shard.read_bytes() == good
+        Corpus.open(folder, verify="full")
 
 
 def test_the_loser_of_a_race_uses_the_winner_s(

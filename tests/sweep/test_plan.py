@@ -211,7 +211,7 @@ def test_a_plan_without_runs_is_refused(tree: dict[str, Any]) -> None:
         ({"train.flops": 1e9}, "train.flops is set by the plan's budgets"),
         ({"train.steps": 3}, "a run has one budget, steps, tokens or flops"),
         ({"widht": 3}, "no configuration field 'widht'"),
-        ({"train.batch_size": 1000}, "this budget is less than one step"),
+        ({"train.batch_size": 1000}, "is less than one step"),
         # both sizes become the same
         ({"width": 32, "num_layers": 2}, "toy/1e9/dense/w32-l2-s0 and 1 more: two runs would have"),
     ],

@@ -18,6 +18,9 @@ from rich.console import Console
 
 from depthmix.checkpoint import folder as disk
 from depthmix.config import RunConfig, load_preset
+from depthmix.data import default as default_data
+from depthmix.data import shards
+from depthmix.data.manifest import Manifest, read_manifest
 from depthmix.data.shards import Corpus
 from depthmix.data.tokenizer import train_tokenizer
 from depthmix.runs.folder import RunDir
@@ -356,8 +359,30 @@ def test_data_that_is_gone(data: Path, tmp_path: Path, monkeypatch: pytest.Monke
     refuse(Launch(resume=run), r"data in .* no longer there: restore it, .* with --data")
     # the default corpus is in a cache, which may be emptied, and is made again
     monkeypatch.setenv("DEPTHMIX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(launching, "prepare_default", lambda vocab_size, progress: data)
+    monkeypatch.setattr(launching, "open_default", lambda vocab_size, progress: Corpus.open(data))
     assert say(Launch(resume=run))[0][0].state == "finished"
+
+
+@pytest.mark.parametrize("default", [False, True])
+def test_data_are_opened_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default: bool
+) -> None:
+    monkeypatch.setattr(default_data, "find_cache", lambda: data.parent)
+    monkeypatch.setattr(default_data, "name_default", lambda vocab_size: data.name)
+    opened = []
+
+    def count(folder: Path) -> Manifest:
+        opened.append(folder)
+        return read_manifest(folder)
+
+    monkeypatch.setattr(shards, "read_manifest", count)
+    where, run = None if default else data, tmp_path / "run"
+    plan = Launch(run=make_run(steps=2), data=where, out=run, fit_vocabulary=not default)
+    interrupt_at(monkeypatch, 1)
+    assert say(plan)[0][0].state == "interrupted"
+    assert opened == [data]
+    assert say(Launch(resume=run))[0][0].state == "finished"
+    assert opened == [data, data]
 
 
 def test_advice_at_the_start(data: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ Locates the cache, and lets several processes prepare the corpus at the same tim
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import platform
@@ -17,6 +16,7 @@ from depthmix.data.manifest import VERSION, explain_writing
 from depthmix.data.prepare import DEFAULT_VOCAB_SIZE, Report, prepare
 from depthmix.data.shards import Corpus
 from depthmix.data.stdlib import find_files
+from depthmix.files import hash_content
 
 # leftovers of a killed process are removed after this time, when they cannot be in use any more
 ABANDONED_SECONDS = 24 * 3600
@@ -24,9 +24,15 @@ ABANDONED_SECONDS = 24 * 3600
 
 def prepare_default(vocab_size: int = DEFAULT_VOCAB_SIZE, progress: Report | None = None) -> Path:
     """The folder of the prepared standard library, created on the first call."""
+    return open_default(vocab_size, progress).folder
+
+
+def open_default(vocab_size: int = DEFAULT_VOCAB_SIZE, progress: Report | None = None) -> Corpus:
+    """The prepared standard library, created on the first call, or if it has been damaged."""
     folder = find_cache() / name_default(vocab_size)
-    if _is_complete(folder):
-        return folder
+    found = _open_complete(folder)
+    if found is not None:
+        return found
     with explain_writing(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder)
@@ -35,18 +41,20 @@ def prepare_default(vocab_size: int = DEFAULT_VOCAB_SIZE, progress: Report | Non
     try:
         prepare(["stdlib"], private, vocab_size=vocab_size, progress=progress)
         private.chmod(0o755)
-        if folder.exists() and not _is_complete(folder):
+        if folder.exists() and _open_complete(folder) is None:
             # it was complete when it was renamed, so it has been damaged since
             shutil.rmtree(folder)
         try:
             os.rename(private, folder)
         except OSError:
             # another process was faster, with the same result
-            if not _is_complete(folder):
+            found = _open_complete(folder)
+            if found is None:
                 raise
+            return found
     finally:
         shutil.rmtree(private, ignore_errors=True)
-    return folder
+    return Corpus.open(folder)
 
 
 def find_cache() -> Path:
@@ -61,18 +69,14 @@ def find_cache() -> Path:
 def name_default(vocab_size: int) -> str:
     """A name that changes with Python, its library or the vocabulary."""
     listed = [[name, num_bytes] for name, _, num_bytes in find_files()]
-    digest = hashlib.sha256(json.dumps([VERSION, listed]).encode()).hexdigest()
+    digest = hash_content(json.dumps([VERSION, listed]))
     return f"stdlib-{platform.python_version()}-{vocab_size}-{digest[:12]}"
 
 
-def _is_complete(folder: Path) -> bool:
-    if not folder.exists():
-        return False
-    try:
-        Corpus.open(folder)
-    except ValueError:
-        return False
-    return True
+def _open_complete(folder: Path) -> Corpus | None:
+    with contextlib.suppress(ValueError):
+        return Corpus.open(folder, verify="auto") if folder.exists() else None
+    return None
 
 
 def _remove_abandoned(folder: Path) -> None:

@@ -6,7 +6,6 @@ for a file that cannot be written.
 
 import dataclasses
 import errno
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.config import fields
-from depthmix.files import PART, hash_file, parse_json, replace_file
+from depthmix.files import PART, hash_content, hash_file, parse_json, replace_file
 
 FORMAT = "depthmix-data"
 VERSION = 1
@@ -79,7 +78,7 @@ class Manifest:
         text = json.dumps(
             self._to_tree(), sort_keys=True, separators=(",", ":"), ensure_ascii=False
         )
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hash_content(text)
 
     def _to_tree(self) -> dict[str, Any]:
         tree = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}

@@ -5,7 +5,6 @@ an unfinished folder, and reports progress. Formats, splits, encoding and files 
 that it calls.
 """
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +37,7 @@ from depthmix.data.tokenizer import (
     measure_tokens,
     train_tokenizer,
 )
-from depthmix.files import lock_folder
+from depthmix.files import hash_content, lock_folder
 from depthmix.progress import show_bar
 from depthmix.units import format_number
 
@@ -113,7 +112,7 @@ class TokenizerFile(NamedTuple):
     @property
     def hash(self) -> str | None:
         """Sha256 of the tokenizer's file."""
-        return None if self.content is None else hashlib.sha256(self.content).hexdigest()
+        return None if self.content is None else hash_content(self.content)
 
 
 def prepare(

@@ -7,7 +7,6 @@ begins. Documents are streamed in order, in little memory.
 
 import codecs
 import gzip
-import hashlib
 import json
 import lzma
 import os
@@ -27,6 +26,7 @@ import numpy as np
 
 from depthmix.data import stdlib
 from depthmix.data.tokenizer import END_OF_TEXT, say_why
+from depthmix.files import hash_content
 
 Kind = Literal["text", "jsonl", "parquet", "tokens", "hub", "made"]
 
@@ -109,7 +109,7 @@ def list_source(
 def hash_units(units: Iterable[Unit]) -> str | None:
     """An identity for a list of units, from their names below their source and their sizes."""
     listed = [[unit.kind, unit.key, unit.num_bytes, unit.dtype] for unit in units]
-    return hashlib.sha256(json.dumps(listed).encode()).hexdigest() if listed else None
+    return hash_content(json.dumps(listed)) if listed else None
 
 
 def check_unit(unit: Unit, text_field: str) -> Unit:

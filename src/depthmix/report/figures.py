@@ -4,7 +4,6 @@ Owns shapes, colours and marks. matplotlib makes both drawings from the same dat
 here, and only when something is drawn. Knows nothing of runs.
 """
 
-import hashlib
 import io
 import json
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from xml.etree import ElementTree
 
-from depthmix.files import replace_file
+from depthmix.files import hash_content, replace_file
 from depthmix.units import format_number
 
 # Okabe and Ito's colours, distinct for colour-blind readers too; dark ones first
@@ -102,7 +101,7 @@ class Chart(NamedTuple):
         """Says whether another chart shows the same; numbers by their first six digits."""
         plain = json.dumps(self, default=str)
         short = re.sub(r"-?\d+\.\d+(e[-+]?\d+)?", lambda number: f"{float(number[0]):.6g}", plain)
-        return hashlib.sha256(short.encode()).hexdigest()
+        return hash_content(short)
 
     def list_legend(self) -> list[Series]:
         """The first series of each name, of all panels, by colour."""

@@ -32,7 +32,14 @@ from depthmix.report.frontier import COSTS, Lead, Trend, find_leads, fit_trends
 from depthmix.report.load import Row, Runs
 from depthmix.report.records import read_report_runs
 from depthmix.report.traces import read_trace
-from depthmix.units import format_count, format_flops, format_number, format_power, format_seconds
+from depthmix.units import (
+    format_count,
+    format_difference,
+    format_flops,
+    format_number,
+    format_power,
+    format_seconds,
+)
 
 PAGE = "report.html"
 TRACE = "trace.json"
@@ -174,9 +181,8 @@ def summarize(runs: Runs, comparisons: Sequence[Comparison], fits: Sequence[Fit]
 
 def describe_pair(found: Comparison) -> str:
     """The comparison of two runs of one size each, in plain words."""
-    fit, dense, percent = found.fit, found.dense, abs(found.percent)
-    word = "lower" if found.percent < 0 else "higher"
-    outcome = f"{percent:.1f} % {word} than" if percent >= 0.05 else "equal to"
+    fit, dense = found.fit, found.dense
+    outcome = format_difference(found.percent)
     return (
         f"Trained with the same compute ({format_power(fit.budget)} FLOPs), {fit.variant} ends with"
         f" a validation loss {outcome} that of {dense.variant} ({fit.loss:.3f} against"

@@ -18,8 +18,7 @@ from rich.console import Console
 from depthmix import flops
 from depthmix.budget import make_schedule
 from depthmix.config import RunConfig
-from depthmix.data.default import find_cache, prepare_default
-from depthmix.data.manifest import read_manifest
+from depthmix.data.default import find_cache, open_default
 from depthmix.data.prepare import DEFAULT_VOCAB_SIZE, show_progress
 from depthmix.data.shards import Corpus
 from depthmix.data.tokenizer import SMALLEST_VOCABULARY, TOKENIZER_FILE, load_tokenizer
@@ -76,14 +75,15 @@ def _start(plan: Launch, world: World, console: Console) -> tuple[Ending, RunDir
     # check first, before data is prepared and a model is built
     if plan.out is not None:
         RunDir(plan.out).check_free(can_resume=True)
+    corpus = None if plan.data is None else _open_data(plan.data, world)
     if plan.fit_vocabulary:
-        known = None if plan.data is None else read_manifest(plan.data.expanduser()).vocab_size
-        run = run.override({"vocab_size": known or DEFAULT_VOCAB_SIZE})
+        vocab_size = DEFAULT_VOCAB_SIZE if corpus is None else corpus.vocab_size
+        run = run.override({"vocab_size": vocab_size})
     check_memory(run, world)
     schedule = make_schedule(run)
     teacher = _open_teacher(run)
-    data = plan.data or world.do_first(lambda: _prepare_default(console, run))
-    corpus = world.do_first(lambda: open_corpus(data, run))
+    corpus = corpus or world.do_first(lambda: _open_default(console, run))
+    _check_vocabulary(corpus, run)
     if plan.start is not None:
         check_tokenizer(plan.start.home, corpus)
     trainer = Trainer(schedule, corpus, world, start=plan.start, teacher=teacher)
@@ -133,11 +133,15 @@ def _resume(plan: Launch, path: Path, world: World, console: Console) -> tuple[E
         check_memory(run, world)
         teacher = _open_teacher(run)
         where = plan.data or _find_data(starts[-1]["data"])
-        where = where or world.do_first(lambda: _prepare_default(console, run))
-        corpus = world.do_first(lambda: open_corpus(where, run))
+        corpus = (
+            world.do_first(lambda: _open_default(console, run))
+            if where is None
+            else _open_data(where, world)
+        )
+        _check_vocabulary(corpus, run)
         if corpus.manifest_hash != starts[-1]["data"]["hash"]:
             raise ValueError(
-                f"the data in {where} is not the data that {path} was trained on: give the "
+                f"the data in {corpus.folder} is not the data that {path} was trained on: give the "
                 f"original folder with --data, or start a new run"
             )
         trainer = Trainer(schedule, corpus, world, teacher=teacher)
@@ -250,15 +254,16 @@ def _lock(folder: RunDir, world: World) -> Iterator[None]:
         yield
 
 
-def open_corpus(folder: Path, run: RunConfig) -> Corpus:
-    """Open a data folder; its files must be complete and its ids in the model's vocabulary."""
-    corpus = Corpus.open(folder, verify="auto")
+def _open_data(folder: Path, world: World) -> Corpus:
+    return world.do_first(lambda: Corpus.open(folder, verify="auto"))
+
+
+def _check_vocabulary(corpus: Corpus, run: RunConfig) -> None:
     if corpus.vocab_size > run.model.vocab_size:
         raise ValueError(
-            f"{folder} has ids up to {corpus.vocab_size - 1}, but the model's vocab_size is "
+            f"{corpus.folder} has ids up to {corpus.vocab_size - 1}, but the model's vocab_size is "
             f"{run.model.vocab_size}: add vocab_size={corpus.vocab_size}"
         )
-    return corpus
 
 
 def check_tokenizer(source: Path, corpus: Corpus) -> None:
@@ -276,12 +281,12 @@ def check_tokenizer(source: Path, corpus: Corpus) -> None:
         )
 
 
-def _prepare_default(console: Console, run: RunConfig) -> Path:
+def _open_default(console: Console, run: RunConfig) -> Corpus:
     """The default corpus, with a vocabulary that fits a small model."""
     room = run.model.vocab_size
     small = SMALLEST_VOCABULARY <= room < DEFAULT_VOCAB_SIZE
     with show_progress(console) as report:
-        return prepare_default(room if small else DEFAULT_VOCAB_SIZE, progress=report)
+        return open_default(room if small else DEFAULT_VOCAB_SIZE, progress=report)
 
 
 def _find_data(used: dict[str, Any]) -> Path | None:
