@@ -7,12 +7,10 @@ import pytest
 
 from depthmix.checkpoint import load_weights
 from depthmix.cli import main
-from depthmix.data.tokenizer import load_tokenizer
 from depthmix.eval.blocks import find_least_blocks
-from depthmix.eval.perplexity import read_texts
+from depthmix.eval.stream import read_texts
 from depthmix.models import open_model
 from depthmix.models.chat import Chat, read_chat, write_chat
-from depthmix.models.vocabulary import find_end
 from depthmix.runs.folder import RunDir
 from foreign_models import write_foreign
 
@@ -90,7 +88,7 @@ def test_blocks_that_a_text_misses_least(
     told = capsys.readouterr().out
     assert "2 of 4 blocks route" in told
     model = open_model(dense).network
-    stream = read_texts([text.read_text()], load_tokenizer(dense), find_end(dense), 2048)
+    stream = read_texts([text.read_text()], open_model(dense).vocabulary, 2048)
     least = find_least_blocks(model, stream, 2)
     chosen = sorted(each.layer for each in least.found)
     assert list(open_model(run).config.routed_layers) == chosen

@@ -10,7 +10,8 @@ import torch
 from depthmix.config import load_preset
 from depthmix.eval import blocks
 from depthmix.eval.blocks import find_least_blocks
-from depthmix.eval.perplexity import Stream, measure_stream
+from depthmix.eval.perplexity import measure_stream
+from depthmix.eval.stream import Stream
 from depthmix.nn import Transformer
 
 NUM_LAYERS = 6

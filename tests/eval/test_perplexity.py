@@ -1,7 +1,6 @@
 """Losses of a text equal those of one window at a time, however windows are batched."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,20 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthmix import flops
-from depthmix.data.prepare import prepare
-from depthmix.data.shards import Corpus
-from depthmix.data.tokenizer import train_tokenizer
-from depthmix.eval.perplexity import (
-    Stream,
-    measure_stream,
-    pad_rows,
-    read_corpus,
-    read_texts,
-    score_rows,
-)
-from depthmix.eval.trace import cut_windows, trace_tokens
+from depthmix.eval.perplexity import measure_stream, score_rows
+from depthmix.eval.stream import Stream, cut_windows, pad_rows
+from depthmix.eval.trace import trace_tokens
 from depthmix.nn import Transformer
-from depthmix.nn.losses import IGNORE
 from variants import enlarge_updates, make_config
 
 pytestmark = pytest.mark.slow
@@ -111,17 +100,6 @@ def test_the_length_of_other_rows_does_not_change_a_score(selector: str | None) 
     assert both[1, :15].all()
 
 
-def test_only_the_last_targets_count_where_that_is_asked() -> None:
-    windows = list(cut_windows(make_tokens(20), 16, None))
-    batch = pad_rows(windows, torch.device("cpu"), num_scored=[2, 3])
-    assert batch.tokens.shape == (2, 16)
-    assert (batch.targets != IGNORE).sum(1).tolist() == [2, 3]
-    assert batch.targets[0, 14:].tolist() == windows[0].targets[14:].tolist()
-    assert batch.targets[1, :3].tolist() == windows[1].targets.tolist()
-    assert batch.documents is not None
-    assert (batch.documents[1] >= 0).tolist() == [True] * 4 + [False] * 12
-
-
 def test_documents_are_apart_unless_told_otherwise() -> None:
     model, stream = make_model("dense"), Stream(make_tokens(60), None, END)
     apart = measure_stream(model, stream)["rules"]["dense"]["loss"]
@@ -152,42 +130,3 @@ def test_what_cannot_be_measured_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=told):
         measure_stream(make_model("dense"), Stream(tokens, None, None), **options)
-
-
-LINES = [f"line {i} says {i * i} and no more ä\n" for i in range(60)]
-TOKENIZER = train_tokenizer(LINES, 300, parallel=False)
-
-
-def test_texts_are_documents() -> None:
-    stream = read_texts(LINES[:2], TOKENIZER, 0)
-    ids = [TOKENIZER.encode(line).ids for line in LINES[:2]]
-    assert stream.tokens == [0, *ids[0], 0, *ids[1]]
-    assert stream.num_bytes == len("".join(LINES[:2]).encode())
-    assert read_texts(LINES[:1], TOKENIZER, None).tokens == ids[0]
-    # one that begins with the end token has it once
-    assert read_texts(["<|endoftext|>" + LINES[0]], TOKENIZER, 0).tokens == [0, *ids[0]]
-
-
-@pytest.mark.parametrize("count", [1, 5, 30])
-def test_bytes_are_those_of_the_tokens_that_are_taken(count: int) -> None:
-    stream = read_texts(LINES[:3], TOKENIZER, 0, count)
-    assert len(stream.tokens) in (count, count + 1)
-    text = TOKENIZER.decode([token for token in stream.tokens if token], skip_special_tokens=False)
-    assert stream.num_bytes == len(text.encode())
-
-
-def test_a_folders_documents_as_training_reads_them(tmp_path: Path) -> None:
-    source = tmp_path / "text.txt"
-    source.write_text("<|endoftext|>".join(LINES))
-    prepare([str(source)], tmp_path / "data", vocab_size=300, num_workers=1, val_fraction=0.3)
-    corpus = Corpus.open(tmp_path / "data")
-    val = corpus.split("val")
-    stream = read_corpus(corpus)
-    wanted = [t for n in range(val.num_documents) for t in val.read(n).tolist()]
-    assert stream.tokens == [corpus.end_token, *wanted]
-    assert stream.num_bytes == pytest.approx(val.num_bytes)
-    assert val.bytes_per_token is not None
-    part = read_corpus(corpus, 10)
-    assert part.tokens == stream.tokens[:11]
-    assert part.num_bytes == pytest.approx(10 * val.bytes_per_token)
-    assert len(read_corpus(corpus, split="train").tokens) > len(stream.tokens)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from depthmix.data.tokenizer import train_tokenizer
-from depthmix.models import Chat
+from depthmix.models import Chat, Vocabulary
 from depthmix.nn import Transformer
 from variants import enlarge_updates, make_config
 
@@ -31,7 +31,7 @@ def make_model(name: str = "mod", batch_size: int = 4, **options: Any) -> Any:
     model = enlarge_updates(Transformer(make_config(name, vocab_size=300, max_seq_len=32))).eval()
     with torch.no_grad():
         model.norm.weight.mul_(20)
-    return tasks.TaskModel(model, TOKENIZER, 0, batch_size=batch_size, **options)
+    return tasks.TaskModel(model, Vocabulary(TOKENIZER, 0), batch_size=batch_size, **options)
 
 
 def test_the_trained_head_decides_unless_another_is_named() -> None:
@@ -176,7 +176,7 @@ def test_only_our_own_words_are_printed(
 
 def test_examples_come_before_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
     model, sizes = make_model(), []
-    monkeypatch.setattr(model, "encode", lambda text: sizes.append(len(text)) or [1, 2])
+    monkeypatch.setattr(Vocabulary, "tokenize", lambda _, text: sizes.append(len(text)) or [1, 2])
     for number in (0, 2):
         tasks.run_tasks(model, ["python_syntax"], limit=1, num_fewshot=number)
     half = len(sizes) // 2

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from depthmix.data.tokenizer import load_tokenizer, train_tokenizer
 from depthmix.eval.trace import (
     cut_text,
-    cut_windows,
     measure_predictions,
     trace_model,
     trace_tokens,
@@ -111,21 +110,6 @@ def test_an_end_token_inside_begins_a_document() -> None:
         assert told == pytest.approx(output.routings[-1].logits[0].tolist(), abs=1e-4)
     # a text that begins with it is not begun twice
     assert trace_tokens(model, [0, 5], end_token=0)["num_added"] == 0
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 9))
-def test_windows_hold_every_token_once(stream: list[int], length: int) -> None:
-    windows = list(cut_windows(stream, length, 0))
-    assert [int(t) for window in windows for t in window.tokens[0]] == stream
-    assert [int(t) for window in windows for t in window.targets] == stream[1:]
-    assert all(len(window.tokens[0]) == length for window in windows[:-1])
-    for window in windows:
-        inside = (window.tokens[0, 1:] == 0).nonzero()[:, 0] + 1
-        if window.documents is None:
-            assert len(inside) == 0
-        else:
-            steps = window.documents[0].diff().nonzero()[:, 0] + 1
-            assert steps.tolist() == inside.tolist()
 
 
 def test_predictions_are_measured_in_parts() -> None:

@@ -131,9 +131,9 @@ def evaluate(
     from depthmix.eval.perplexity import (
         keep_test_loss,
         measure_stream,
-        read_stored,
         tell_stream,
     )
+    from depthmix.eval.stream import read_stored
 
     # so is a tokenizer that is not there
     vocabulary = source.vocabulary if text or tasks else None
@@ -156,7 +156,7 @@ def evaluate(
             from depthmix.eval.tasks import TaskModel, run_tasks, tell_tasks
 
         options: dict[str, Any] = {"selector": selector, "chat": source.chat if chat else None}
-        adapter = TaskModel(network, *vocabulary, batch_size=batch, **options)
+        adapter = TaskModel(network, vocabulary, batch_size=batch, **options)
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         found["tasks"] = run_tasks(
             adapter, names, include=include or (), num_fewshot=fewshot, limit=limit

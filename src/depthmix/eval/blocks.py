@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from depthmix.eval.perplexity import Stream, measure_stream, read_texts
+from depthmix.eval.perplexity import measure_stream
+from depthmix.eval.stream import Stream, read_texts
 from depthmix.models import StoredModel
 from depthmix.nn import Transformer
 from depthmix.nn.block import Update
@@ -70,7 +71,7 @@ def measure_least(
     num_layers = source.config.num_layers
     if count > num_layers:
         raise ValueError(f"--least {count} is more than the {num_layers} blocks of {source.path}")
-    stream = read_texts(list(texts), *source.vocabulary, MAX_TOKENS)
+    stream = read_texts(texts, source.vocabulary, MAX_TOKENS)
     if len(stream.tokens) < MIN_TOKENS:
         raise ValueError(
             f"--text has {len(stream.tokens)} tokens, which says little about a block: give "

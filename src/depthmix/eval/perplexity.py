@@ -1,13 +1,11 @@
 """Loss, perplexity and bits per byte of a model on a text, under each routing rule.
 
-Texts and data folders become streams of tokens, cut into windows; results do not depend on the
-batch size or on the lengths of the rows in a batch.
+Results do not depend on the batch size or on the lengths of the rows in a batch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -15,35 +13,13 @@ from torch import Tensor
 
 from depthmix import flops
 from depthmix.config import ModelConfig
-from depthmix.data.shards import Corpus
-from depthmix.eval.trace import Window, cut_windows
+from depthmix.eval.stream import Padded, Stream, Window, cut_windows, pad_rows
 from depthmix.infer.scores import compute_hidden, iterate_logits
-from depthmix.models import StoredModel, begin_document
 from depthmix.nn import Transformer
 from depthmix.nn.losses import IGNORE
 from depthmix.nn.transformer import Hidden
 from depthmix.runs import RunDir
 from depthmix.runs.losses import bits_per_byte, name_metric, perplexity
-
-
-class Stream(NamedTuple):
-    """Tokens in a row, and what they stand for."""
-
-    tokens: Sequence[int]
-    num_bytes: float | None
-    """UTF-8 bytes of all that is predicted; None if unknown."""
-    end_token: int | None
-    """What begins a document."""
-
-
-class Padded(NamedTuple):
-    """Rows of unequal length as one batch."""
-
-    tokens: Int[Tensor, "B T"]
-    targets: Int[Tensor, "B T"]
-    """`IGNORE` where nothing is predicted."""
-    documents: Int[Tensor, "B T"] | None
-    """Negative where a row has ended; None where all rows are whole and one document each."""
 
 
 def measure_stream(
@@ -122,23 +98,6 @@ def keep_test_loss(run: RunDir, found: Mapping[str, Any]) -> None:
         run.close()
 
 
-def pad_rows(
-    rows: Sequence[Window], device: torch.device, *, num_scored: Sequence[int] | None = None
-) -> Padded:
-    """Windows side by side; `num_scored` are the last targets of each that count, else all."""
-    length = max(row.tokens.shape[1] for row in rows)
-    whole = all(row.documents is None and row.tokens.shape[1] == length for row in rows)
-    tokens = torch.zeros(len(rows), length, dtype=torch.long)
-    targets, documents = torch.full_like(tokens, IGNORE), torch.full_like(tokens, -1)
-    for place, row in enumerate(rows):
-        size, predicted = row.tokens.shape[1], len(row.targets)
-        tokens[place, :size] = row.tokens[0]
-        documents[place, :size] = 0 if row.documents is None else row.documents[0]
-        first = 0 if num_scored is None else predicted - num_scored[place]
-        targets[place, first:predicted] = row.targets[first:]
-    return Padded(tokens.to(device), targets.to(device), None if whole else documents.to(device))
-
-
 @torch.inference_mode()
 def score_rows(
     model: Transformer, batch: Padded, selector: str | None
@@ -181,68 +140,3 @@ def _compare_flops(config: ModelConfig, length: int) -> float:
     """Forward FLOPs by the training's rule as a share of the dense twin's."""
     dense = flops.forward_flops(config.dense_twin(), seq_len=length)
     return flops.forward_flops(config, seq_len=length) / dense
-
-
-if TYPE_CHECKING:
-    import tokenizers
-
-
-def read_texts(
-    texts: Sequence[str],
-    tokenizer: "tokenizers.Tokenizer",
-    end_token: int | None,
-    max_tokens: int | None = None,
-) -> Stream:
-    """Each text as a document that the end token begins, at most `max_tokens` of all.
-
-    Without an end token the texts' first token is not predicted.
-    """
-    tokens: list[int] = []
-    num_bytes = 0
-    for text in texts:
-        room = None if max_tokens is None else max_tokens - len(tokens)
-        if room is not None and room < 1:
-            break
-        found = tokenizer.encode(text, add_special_tokens=False)
-        ids = found.ids[:room]
-        # where the last token that is taken ends in the text
-        end = len(text) if len(ids) == len(found.ids) else found.offsets[len(ids) - 1][1]
-        num_bytes += len(text[:end].encode())
-        tokens += begin_document(ids, end_token)
-    return Stream(tokens, num_bytes, end_token)
-
-
-def read_stored(
-    model: StoredModel,
-    texts: Sequence[str] = (),
-    data: Path | None = None,
-    max_tokens: int | None = None,
-    split: str = "val",
-) -> Stream:
-    """The tokens of texts, or of a data folder: without either, of what a run was trained on."""
-    if texts:
-        return read_texts(texts, *model.vocabulary, max_tokens)
-    if data is None:
-        starts = [] if model.run is None else model.run.read_starts()
-        used = starts[-1]["data"] if starts else {}
-        if not used.get("hash"):
-            raise ValueError(
-                f"{model.path} has no data of its own: name some with --text or --data"
-            )
-        data = Path(used["folder"])
-    return read_corpus(Corpus.open(data), max_tokens, split)
-
-
-def read_corpus(corpus: Corpus, max_tokens: int | None = None, split: str = "val") -> Stream:
-    """The documents of a split, as training reads them: each begins with an end token."""
-    found = corpus.split(split)
-    tokens = [corpus.end_token]
-    for number in range(found.num_documents):
-        if max_tokens is not None and len(tokens) > max_tokens:
-            break
-        tokens += found.read(number).tolist()
-    if max_tokens is not None:
-        tokens = tokens[: max_tokens + 1]
-    per_token = found.bytes_per_token
-    num_bytes = None if per_token is None else per_token * (len(tokens) - 1)
-    return Stream(tokens, num_bytes, corpus.end_token)

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import jinja2
@@ -20,23 +20,20 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows
 
-from depthmix.eval.perplexity import pad_rows, score_rows
-from depthmix.eval.trace import Window
+from depthmix.eval.perplexity import score_rows
+from depthmix.eval.stream import Window, pad_rows
 from depthmix.infer import Engine, SamplingParams
-from depthmix.models import Chat, begin_document
+from depthmix.models import Chat, Vocabulary, begin_document
 from depthmix.models.chat import list_ends, render_chat
 from depthmix.nn import Transformer
 from depthmix.nn.losses import IGNORE
-
-if TYPE_CHECKING:
-    import tokenizers
 
 # lm-eval's own default
 MAX_NEW_TOKENS = 256
 
 
 class TaskModel(LM):
-    """A model and its tokenizer, with lm-eval's interface.
+    """A model and its vocabulary, with lm-eval's interface.
 
     Every text begins with the end token, as in training; with `chat`, as its template has it.
     """
@@ -46,22 +43,17 @@ class TaskModel(LM):
     def __init__(
         self,
         model: Transformer,
-        tokenizer: "tokenizers.Tokenizer",
-        end_token: int | None,
+        vocabulary: Vocabulary,
         *,
         selector: str | None = None,
         batch_size: int = 8,
         chat: Chat | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.tokenizer, self.end_token = model, tokenizer, end_token
+        self.model, self.vocabulary = model, vocabulary
         self.selector = model.config.choose_selector(selector, looks_ahead=True)
         self.batch_size, self.chat = batch_size, chat
-        self.stop_tokens = list_ends(end_token, chat)
-
-    def encode(self, text: str) -> list[int]:
-        """A text's tokens and nothing else."""
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        self.stop_tokens = list_ends(vocabulary.end_token, chat)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """The template's text."""
@@ -82,20 +74,21 @@ class TaskModel(LM):
         for request in requests:
             context, continuation = request.args
             # together, because a token may reach over the place where they meet
-            whole = self.encode(context + continuation)
-            pairs.append((whole, len(whole) - min(len(self.encode(context)), len(whole) - 1)))
+            whole = self.vocabulary.tokenize(context + continuation)
+            num_given = min(len(self.vocabulary.tokenize(context)), len(whole) - 1)
+            pairs.append((whole, len(whole) - num_given))
         return self._score([(self._begin(ids), count) for ids, count in pairs])
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         """Log-probability of whole texts, each token once."""
-        prefix = 0 if self.end_token is None else self.end_token
+        end_token, longest = self.vocabulary.end_token, self.model.config.max_seq_len
+        prefix = 0 if end_token is None else end_token
         rows, owners = [], []
         for number, request in enumerate(requests):
-            windows = get_rolling_token_windows(
-                self.encode(request.args[0]), prefix, self.model.config.max_seq_len, 1
-            )
+            ids = self.vocabulary.tokenize(request.args[0])
+            windows = get_rolling_token_windows(ids, prefix, longest, 1)
             for given, predicted in windows:
                 rows.append(([*given, predicted[-1]], len(predicted)))
                 owners.append(number)
@@ -109,7 +102,7 @@ class TaskModel(LM):
         engine = Engine(
             self.model,
             selector=self.selector,
-            decode=lambda ids: self.tokenizer.decode(list(ids), skip_special_tokens=False),
+            decode=self.vocabulary.decode,
             max_batch=self.batch_size,
         )
         texts = []
@@ -125,17 +118,19 @@ class TaskModel(LM):
                 seed=0,
             )
             room = max(1, self.model.config.max_seq_len - count)
-            prompt = self._begin(self.encode(context))[-room:]
+            prompt = self._begin(self.vocabulary.tokenize(context))[-room:]
             (result,) = engine.generate([prompt], params)
             text = result.samples[0].text or ""
             for token in self.stop_tokens:
-                text = text.removesuffix(self.tokenizer.id_to_token(token) or "")
+                text = text.removesuffix(self.vocabulary.tokenizer.id_to_token(token) or "")
             texts.append(text)
         return texts
 
     def _begin(self, ids: list[int]) -> list[int]:
         """A document, unless a chat template has begun it."""
-        return ids if self.chat is not None and ids else begin_document(ids, self.end_token)
+        if self.chat is not None and ids:
+            return ids
+        return begin_document(ids, self.vocabulary.end_token)
 
     def _score(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
         """For each row of tokens: how probable its last so many are, and whether they are best."""

@@ -1,16 +1,17 @@
 """Traces: how a model routes each token of a text, and what it predicts.
 
-Cuts a text into windows and records each token's data; `report.traces` defines the format.
+`report.traces` defines the format.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthmix.config import STRATEGIES, ModelConfig
+from depthmix.eval.stream import Window, cut_windows
 from depthmix.infer.scores import compute_hidden, iterate_logits
 from depthmix.infer.text import TextStream
 from depthmix.models import StoredModel, begin_document
@@ -21,16 +22,6 @@ from depthmix.world import choose_device
 
 Report = Callable[[int, int], object]
 """Takes the tokens that were read, and all of them, counted once for each rule."""
-
-
-class Window(NamedTuple):
-    """One row of the text, as training cuts its stream."""
-
-    tokens: Int[Tensor, "1 T"]
-    targets: Int[Tensor, " predicted"]
-    """What follows each token; at the text's end one fewer than tokens."""
-    documents: Int[Tensor, "1 T"] | None
-    """Set where the window holds more than one document."""
 
 
 def trace_model(
@@ -134,18 +125,6 @@ def cut_text(decode: Callable[[list[int]], str], tokens: Sequence[int]) -> list[
     if texts:
         texts[-1] += stream.finish()
     return texts
-
-
-def cut_windows(stream: Sequence[int], length: int, end_token: int | None) -> Iterator[Window]:
-    """Rows of `length` tokens, the last one shorter; an end token begins a document."""
-    all_tokens = torch.tensor(stream)
-    for start in range(0, len(stream), length):
-        here = all_tokens[start : start + length]
-        documents = None
-        # a first token begins one in any case
-        if end_token is not None and bool((here[1:] == end_token).any()):
-            documents = (here == end_token).cumsum(0)[None]
-        yield Window(here[None], all_tokens[start + 1 : start + 1 + length], documents)
 
 
 @torch.inference_mode()

@@ -39,10 +39,20 @@ class Vocabulary(NamedTuple):
 
     def tokenize(self, text: str) -> list[int]:
         """A text's tokens and nothing else."""
+        return self._read(text).ids
+
+    def tokenize_start(self, text: str, max_tokens: int | None) -> tuple[list[int], int]:
+        """At most so many of a text's first tokens, and the number of characters they stand for."""
+        found = self._read(text)
+        ids = found.ids[:max_tokens]
+        is_whole = len(ids) == len(found.ids)
+        return ids, len(text) if is_whole else found.offsets[len(ids) - 1][1]
+
+    def _read(self, text: str) -> "tokenizers.Encoding":
         if not isinstance(text, str):
             raise ValueError(f"only text has tokens, and {text!r:.60} is none")
         try:
-            return self.tokenizer.encode(text, add_special_tokens=False).ids
+            return self.tokenizer.encode(text, add_special_tokens=False)
         except TypeError as error:
             raise ValueError(f"the prompt {text!r:.60} is not valid UTF-8") from error
 
