@@ -104,6 +104,10 @@ BOTH: dict[str, tuple[Spoil, str]] = {
         change_config(max_position_embeddings=30_000_000, max_seq_len=30_000_000),
         "claims 30,000,000 positions, whose rotary phases alone would take",
     ),
+    "cache": (
+        change_config(max_position_embeddings=2_000_000, max_seq_len=2_000_000),
+        "claims 2,000,000 positions, whose cache for a single text alone would take",
+    ),
     "layers": (
         change_config(num_hidden_layers=9_999, num_layers=9_999),
         "do not fit its config",
@@ -134,7 +138,7 @@ def test_a_spoiled_folder_is_one_sentence(
 
 
 @pytest.mark.parametrize("verb", ["import", "upcycle"])
-@pytest.mark.parametrize("name", ["nan", "quantized", "positions", "layers", "adapter"])
+@pytest.mark.parametrize("name", ["nan", "quantized", "positions", "cache", "layers", "adapter"])
 def test_a_spoiled_folder_is_not_sampled(
     name: str,
     verb: str,

@@ -49,6 +49,32 @@ def test_configuration_fields(folders: dict[str, Path]) -> None:
     assert read_config(folders["llama"], max_seq_len=16).max_seq_len == 16
 
 
+@pytest.mark.parametrize(
+    ("layers", "width", "heads", "kv_heads", "mlp_width", "positions"),
+    # as in Llama 3.2 1B, Qwen3 0.6B (with narrower heads) and Qwen2.5 7B 1M
+    [
+        (16, 2048, 32, 8, 8192, 131_072),
+        (28, 1024, 16, 8, 3072, 40_960),
+        (28, 3584, 28, 4, 18944, 1_010_000),
+    ],
+)
+def test_long_texts_of_published_models_are_allowed(
+    folders: dict[str, Path],
+    tmp_path: Path,
+    layers: int,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    mlp_width: int,
+    positions: int,
+) -> None:
+    tree = json.loads((folders["llama"] / "config.json").read_text())
+    tree |= {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+    tree |= {"num_key_value_heads": kv_heads, "intermediate_size": mlp_width, "head_dim": None}
+    (tmp_path / "config.json").write_text(json.dumps(tree | {"max_position_embeddings": positions}))
+    assert read_config(tmp_path).max_seq_len == positions
+
+
 LLAMA_3 = {
     "rope_type": "llama3",
     "factor": 8.0,

@@ -25,8 +25,11 @@ WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 # beside the weights of an adapter, which are not those of a model
 ADAPTER_FILE = "adapter_config.json"
-# bytes that a table of rotary phases may take; more only where the weights take more, too
+# bytes that a table of rotary phases, and the cache of one text, may take in any model
 MAX_TABLE_BYTES = 2**28
+# a cache may take more where it is at most this multiple of the weights: the longest models that
+# are published are at 4
+MAX_CACHE_SHARE = 16
 
 # model_type of what depthmix exports
 OWN_KIND = "depthmix"
@@ -168,13 +171,19 @@ def _refuse_unreadable(folder: Path, tree: Mapping[str, Any]) -> None:
 
 
 def _check_positions(folder: Path, config: ModelConfig, name: str) -> None:
-    """Refuse a length whose table of rotary phases would take more memory than the model."""
-    num_bytes = 4 * config.max_seq_len * config.shape.head_width
-    if num_bytes > max(MAX_TABLE_BYTES, 4 * flops.num_parameters(config).total):
-        raise ValueError(
-            f"{folder / CONFIG_FILE} claims {config.max_seq_len:,} positions, whose rotary phases "
-            f"alone would take {format_bytes(num_bytes)}, more than the weights: lower {name} there"
-        )
+    """Refuse a length that would take far more memory than the model, before it is taken."""
+    weight_bytes = 4 * flops.num_parameters(config).total
+    cache_bytes = flops.kv_cache_bytes(config, bytes_per_element=4)
+    for what, num_bytes, allowed in (
+        ("rotary phases", 4 * config.max_seq_len * config.shape.head_width, weight_bytes),
+        ("cache for a single text", cache_bytes, MAX_CACHE_SHARE * weight_bytes),
+    ):
+        if num_bytes > max(MAX_TABLE_BYTES, allowed):
+            raise ValueError(
+                f"{folder / CONFIG_FILE} claims {config.max_seq_len:,} positions, whose {what} "
+                f"alone would take {format_bytes(num_bytes)}, while all weights take "
+                f"{format_bytes(weight_bytes)}: lower {name} there"
+            )
 
 
 def _find_problems(kind: str, tree: Mapping[str, Any], length: int) -> Iterator[str]:
