@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from depthmix.checkpoint import load_weights
 from depthmix.cli import main
 from depthmix.eval.blocks import find_least_blocks
 from depthmix.eval.stream import read_texts
-from depthmix.models import open_model
+from depthmix.models import foreign, open_model
 from depthmix.models.chat import Chat, read_chat, write_chat
 from depthmix.runs.folder import RunDir
 from foreign_models import write_foreign
@@ -79,13 +80,26 @@ def test_mistakes_end_in_a_sentence(
 
 
 def test_blocks_that_a_text_misses_least(
-    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dense: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    reads: list[Path] = []
+    read_weights = foreign.read_weights
+
+    def count_reads(folder: Path, *rest: Any) -> Any:
+        reads.append(folder)
+        return read_weights(folder, *rest)
+
+    monkeypatch.setattr(foreign, "read_weights", count_reads)
     run, text = tmp_path / "run", tmp_path / "text.txt"
     text.write_text("line 3 says 9 and no more\n" * 20)
     options = ("--out", str(run), "--least", "2", "--text", str(text), "--device", "cpu")
     assert main(["upcycle", str(dense), *options, *SMALL]) == 0
     told = capsys.readouterr().out
+    # to measure the blocks, and to convert them
+    assert reads == [dense]
     assert "2 of 4 blocks route" in told
     model = open_model(dense).network
     stream = read_texts([text.read_text()], open_model(dense).vocabulary, 2048)

@@ -2,14 +2,13 @@
 
 import copy
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
 
 from depthmix.config import load_preset
 from depthmix.eval import blocks
-from depthmix.eval.blocks import find_least_blocks
+from depthmix.eval.blocks import find_least_blocks, leave_out
 from depthmix.eval.perplexity import measure_stream
 from depthmix.eval.stream import Stream
 from depthmix.nn import Transformer
@@ -124,24 +123,16 @@ def test_progress_is_told(model: Transformer, stream: Stream) -> None:
     assert told[-1][0] == told[-1][1] >= NUM_LAYERS + 2
 
 
-def test_the_model_is_whole_afterwards(
-    model: Transformer, stream: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = list(model.layers)
-    find_least_blocks(model, stream, 2, seq_len=40)
+def test_leaving_out_does_not_change_the_model(model: Transformer, stream: Stream) -> None:
+    """Not even while it is measured, so that an interrupt has nothing to undo."""
+    before, parts = list(model.layers), dict(model.named_modules())
+    shallow = leave_out(model, (1, 4))
+    assert lose(shallow, stream) == pytest.approx(lose(silence(model, (1, 4)), stream), rel=1e-12)
     assert all(a is b for a, b in zip(model.layers, before, strict=True))
-    calls = []
-
-    def fail(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        calls.append(args)
-        if len(calls) > 1:
-            raise KeyboardInterrupt
-        return measure_stream(*args, **kwargs)
-
-    monkeypatch.setattr(blocks, "measure_stream", fail)
-    with pytest.raises(KeyboardInterrupt):
-        find_least_blocks(model, stream, 2, seq_len=40)
-    assert all(a is b for a, b in zip(model.layers, before, strict=True))
+    assert dict(model.named_modules()) == parts
+    assert {id(weight) for weight in shallow.parameters()} < {id(w) for w in model.parameters()}
+    assert shallow.embedding is model.embedding
+    assert shallow.layers[0] is model.layers[0]
 
 
 def test_blocks_may_have_experts(stream: Stream) -> None:

@@ -141,5 +141,5 @@ def choose_blocks(
             device=device,
             report=lambda done, total: bar.update("leaving out blocks", done, total),
         )
-    print(least.tell())
+    print(least.describe())
     return least.layers

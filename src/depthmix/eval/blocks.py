@@ -1,5 +1,6 @@
 """Rank the blocks of a dense model by how much a text's loss rises when they are removed."""
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from depthmix.nn import Transformer
 from depthmix.nn.block import Update
 from depthmix.world import choose_device
 
-# of a text that tells; it is read in windows
+# the shortest text that says something about a block, what is read of a long one, in windows
 MIN_TOKENS, MAX_TOKENS, WINDOW = 64, 2048, 512
 
 
@@ -33,24 +34,24 @@ class LeastBlocks(NamedTuple):
     found: tuple[LeftOut, ...]
     """In the order in which they were left out."""
     num_tokens: int
-    """Of the text that told."""
+    """Of the text."""
 
     @property
     def layers(self) -> tuple[int, ...]:
         """The blocks, in their order in the model."""
         return tuple(sorted(each.layer for each in self.found))
 
-    def tell(self) -> str:
+    def describe(self) -> str:
         """The result in a sentence."""
-        told = ", ".join(f"{each.loss:.3f} (block {each.layer})" for each in self.found)
+        losses = ", ".join(f"{each.loss:.3f} (block {each.layer})" for each in self.found)
         return (
             f"blocks left out one by one, the loss of {self.num_tokens - 1:,} tokens rises from "
-            f"{self.whole:.3f} to {told}"
+            f"{self.whole:.3f} to {losses}"
         )
 
 
 class _Absent(nn.Module):
-    """A block that contributes nothing."""
+    """A block that adds nothing."""
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Update:
         return Update(torch.zeros_like(x), None)
@@ -130,12 +131,17 @@ def find_least_blocks(
 def _measure_without(
     model: Transformer, left_out: Sequence[int], stream: Stream, options: dict[str, Any]
 ) -> float:
-    kept = {layer: model.layers[layer] for layer in left_out}
-    try:
-        for layer in left_out:
-            model.layers[layer] = _Absent()
-        # the training's own comes first; with experts there is another
-        return next(iter(measure_stream(model, stream, **options)["rules"].values()))["loss"]
-    finally:
-        for layer, block in kept.items():
-            model.layers[layer] = block
+    found = measure_stream(leave_out(model, left_out), stream, **options)
+    # the training's own rule comes first; with experts there is another
+    return next(iter(found["rules"].values()))["loss"]
+
+
+def leave_out(model: Transformer, layers: Sequence[int]) -> Transformer:
+    """The model without what these blocks add. It shares all weights; `model` is not changed."""
+    shallow = copy.copy(model)
+    # a copy of a module shares the table of its parts
+    shallow._modules = dict(model._modules)
+    shallow.layers = nn.ModuleList(
+        _Absent() if index in layers else block for index, block in enumerate(model.layers)
+    )
+    return shallow
