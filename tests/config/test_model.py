@@ -557,3 +557,16 @@ def test_num_kept_is_at_least_one_and_at_most_all() -> None:
     assert num_kept(1e-12, 5) == 1
     assert num_kept(1.0, 5) == 5
     assert num_kept(0.125, 1) == 1
+
+
+def test_a_name_like_no_other_brings_the_nearest_fields_and_no_long_list() -> None:
+    with pytest.raises(
+        ValueError, match=r"no configuration field 'zzz'\. The nearest are: "
+    ) as told:
+        ModelConfig().override({"zzz": 1})
+    assert len(str(told.value)) < 150
+
+
+def test_a_field_of_training_is_refused_where_only_a_model_is_meant() -> None:
+    with pytest.raises(ValueError, match=r"'train\.seed' is a field of training, .* leave it out"):
+        ModelConfig().override({"train.seed": 3})

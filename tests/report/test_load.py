@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthmix import flops
-from depthmix.config import ModelConfig, Recipe
+from depthmix.config import ModelConfig, Recipe, RunConfig
 from depthmix.config.fields import document_fields
 from depthmix.report.load import (
     MIN_VALIDATIONS,
@@ -182,7 +182,12 @@ def test_what_is_not_finished_is_named_with_its_reason(tmp_path: Path) -> None:
     write_run(tmp_path / "stopped", DENSE, 3.5, state="running")
     write_run(tmp_path / "failed", DENSE, 3.5, state="failed", reason="training diverged")
     write_run(tmp_path / "unseen", DENSE, None)
+    write_run(tmp_path / "diverged", DENSE, float("nan"))
     write_run(tmp_path / "lost", MOD, 3.5, causal=float("nan"))
+    imported = RunDir.create(tmp_path / "imported", RunConfig().to_toml(), {"time": ""})
+    imported.write_status(
+        "finished", step=0, num_steps=0, loss=None, reason="imported from somewhere"
+    )
     write_run(tmp_path / "early", DENSE, 3.5)
     (tmp_path / "early/metrics.jsonl").write_text(
         '{"step": 0, "kind": "train", "loss": 5}\n{"step": 0, "kind": "val", "loss": 5}\n'
@@ -195,13 +200,17 @@ def test_what_is_not_finished_is_named_with_its_reason(tmp_path: Path) -> None:
     runs = load_runs(tmp_path)
     assert [row.name for row in runs.rows] == ["good"]
     told = {run.name: (run.state, run.reason) for run in runs.left_out}
-    assert told.keys() == {"stopped", "failed", "unseen", "lost", "early", "torn", "odd"}
+    assert told.keys() == {
+        *("stopped", "failed", "unseen", "diverged", "lost", "imported", "early", "torn", "odd")
+    }
     assert told["lost"] == ("finished", "its loss under causal decisions is not finite")
     assert told["early"][0] == "broken"
     assert told["stopped"] == ("stopped", "ended at step 100 of 100")
     assert told["failed"] == ("failed", "ended at step 100 of 100: training diverged")
-    assert told["unseen"][0] == "finished"
-    assert "no validation loss" in told["unseen"][1]
+    reason = "it has no validation loss: its data has no validation split of a sequence or more"
+    assert told["unseen"] == ("finished", reason)
+    assert told["diverged"] == ("finished", "its validation loss is not finite")
+    assert told["imported"] == ("finished", "imported from somewhere")
     assert told["torn"][0] == told["odd"][0] == "broken"
     assert "config.toml' is damaged" in told["torn"][1]
     assert "bach_size" in told["odd"][1]

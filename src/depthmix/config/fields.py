@@ -21,6 +21,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 
 from depthmix.files import parse_json
 
+FEW_FIELDS = 12
+"""At most so many are listed where a name is like none of them."""
+
 C = TypeVar("C")
 N = TypeVar("N", int, float)
 
@@ -267,7 +270,12 @@ def _rename_all(kind: type, tree: Mapping[str, Any], prefix: str) -> dict[str, A
 
 
 def _unknown(name: str, known: list[str]) -> str:
-    hint = suggest(name, known) or f" The fields are: {', '.join(known)}."
+    hint = suggest(name, known)
+    if not hint and len(known) <= FEW_FIELDS:
+        hint = f" The fields are: {', '.join(known)}."
+    elif not hint:
+        nearest = difflib.get_close_matches(name, known, n=3, cutoff=0)
+        hint = f" The nearest are: {', '.join(nearest)}."
     return f"there is no configuration field '{name}'.{hint}"
 
 

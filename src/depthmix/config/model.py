@@ -385,6 +385,12 @@ class ModelConfig:
 
     def override(self, overrides: Mapping[str, Any]) -> "ModelConfig":
         """A copy with dotted fields replaced: `{"routing.capacity": 0.25, "width": 768}`."""
+        for name in overrides:
+            if name.startswith("train."):
+                raise ValueError(
+                    f"'{name}' is a field of training, and only the model's can be set here: "
+                    f"leave it out"
+                )
         return fields.override(self, overrides)
 
     def to_dict(self) -> dict[str, Any]:

@@ -162,9 +162,7 @@ def _load_run(
     train, val, test = (
         [r for r in records if r.get("kind") == kind] for kind in ("train", "val", "test")
     )
-    # a loss that is not finite is written as null; top-k must not stand in for it
-    if not problem and val and val[-1].get(name_metric("causal"), 0.0) is None:
-        problem = "its loss under causal decisions is not finite"
+    problem = problem or _find_loss_problem(val)
     if problem:
         return SkippedRun(name, summary.state, problem)
     try:
@@ -181,8 +179,19 @@ def _find_problem(run: RunSummary) -> str:
     if run.state != "finished":
         why = f": {run.reason}" if run.reason else ""
         return f"ended at step {run.step} of {run.num_steps or '?'}{why}"
-    if run.val_loss_topk is None or not math.isfinite(run.val_loss_topk):
-        return "it has no validation loss: its data has no validation split, or it diverged"
+    if run.num_steps == 0:
+        return run.reason or "it was not trained"
+    return ""
+
+
+def _find_loss_problem(val: Sequence[Record]) -> str:
+    if not val:
+        return "it has no validation loss: its data has no validation split of a sequence or more"
+    # a loss that is not finite is written as null; top-k must not stand in for a causal one
+    if (loss := read_metric(val[-1], TRAINED)) is None or not math.isfinite(loss):
+        return "its validation loss is not finite"
+    if val[-1].get(name_metric("causal"), 0.0) is None:
+        return "its loss under causal decisions is not finite"
     return ""
 
 
