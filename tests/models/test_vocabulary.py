@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,26 @@ def test_a_document_begins_with_the_end_token_once() -> None:
     # if it is unknown, a document is only its text
     assert begin_document((5, 6), None) == [5, 6]
     assert begin_document([], None) == []
+
+
+def test_long_texts_are_encoded_as_batches_which_other_threads_do_not_wait_for(run: Path) -> None:
+    vocabulary = open_model(run).vocabulary
+    text = "line 1 é\n" * 1000
+    asked: list[list[str]] = []
+
+    class Watched:
+        """The tokenizer, without the call that stops all threads."""
+
+        def encode_batch(self, texts: list[str], **options: Any) -> Any:
+            asked.append(texts)
+            return vocabulary.tokenizer.encode_batch(texts, **options)
+
+    watched = vocabulary._replace(tokenizer=Watched())  # pyrefly: ignore[bad-argument-type]
+    truth = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+    assert watched.tokenize(text) == truth
+    assert asked == [[text]]
+    with pytest.raises(ValueError, match="is not valid UTF-8"):
+        vocabulary.tokenize("\ud800" * 5000)
 
 
 def forget_tokenizer(run: RunDir) -> None:

@@ -6,8 +6,10 @@ import hashlib
 import json
 import random
 import re
+import threading
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +18,8 @@ from hypothesis import strategies as st
 from depthmix.infer import Engine, Sample, SamplingParams
 from depthmix.models import Vocabulary
 from depthmix.models.chat import render_chat
+from depthmix.serve import lane
+from depthmix.serve.answers import CompletionDraft, Draft
 from depthmix.serve.limits import Limits
 from depthmix.serve.shapes import (
     ChatWish,
@@ -388,10 +392,90 @@ def test_tokens_and_texts_are_translated() -> None:
             for wrong in (-1, 257, 10**30):
                 status, error = await read_error(server, "/detokenize", tokens=[wrong])
                 assert status == 400
-                assert "is no token" in error["message"]
+                assert "is not a token" in error["message"]
             long = "é" * 20_000
             found = (await server.ask("/tokenize", prompt=long)).json()
             assert found["tokens"] == VOCABULARY.encode(long)
+
+    play(scene())
+
+
+def test_long_work_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        loop_thread = threading.current_thread()
+        places: dict[str, set[bool]] = {}
+
+        def watch(owner: Any, name: str) -> None:
+            work = getattr(owner, name)
+
+            def watched(*args: Any, **options: Any) -> Any:
+                places.setdefault(name, set()).add(threading.current_thread() is loop_thread)
+                return work(*args, **options)
+
+            monkeypatch.setattr(owner, name, watched)
+
+        for owner, name in (
+            (Vocabulary, "tokenize"),
+            (Vocabulary, "decode"),
+            (lane, "render_chat"),
+            (Draft, "finish"),
+            (CompletionDraft, "start_stream"),
+        ):
+            watch(owner, name)
+        async with open_service() as server:
+
+            async def check(names: list[str], answer: httpx.Response, *, status: int = 200) -> None:
+                assert answer.status_code == status
+                # where each was done, not who else was there
+                assert [places.get(name) for name in names] == [{False}] * len(names)
+                places.clear()
+
+            long = "a" * 5000
+            messages = [{"role": "user", "content": long}]
+            await check(["tokenize"], await server.ask("/tokenize", prompt=long))
+            # too long for the model, which only its tokens tell
+            both = ["render_chat", "tokenize"]
+            await check(both, await server.ask("/tokenize", messages=messages), status=400)
+            messages = [{"role": "user", "content": ""}] * 99
+            await check(both, await server.ask("/tokenize", messages=messages), status=400)
+            await check(["decode"], await server.ask("/detokenize", tokens=[66] * 5000))
+            # none of them alone is long
+            many = ["a" * 99] * 50
+            await check(
+                ["tokenize"], await server.ask("/v1/completions", prompt=many, max_tokens=1)
+            )
+            wish: dict[str, Any] = {"max_tokens": 20, "n": 16, "ignore_eos": True, "seed": 1}
+            chat = {**wish, "messages": [{"role": "user", "content": "a"}]}
+            chat |= {"logprobs": True, "top_logprobs": 20}
+            await check(["finish"], await server.ask("/v1/chat/completions", **chat))
+            wish |= {"prompt": "a" * 20, "logprobs": 20, "echo": True}
+            await check(["finish"], await server.ask("/v1/completions", **wish))
+            answer = await server.ask("/v1/completions", **wish, stream=True)
+            await check(["start_stream"], answer)
+            # what is short is done at once
+            await server.complete(prompt="a", max_tokens=2)
+            assert (places["tokenize"], places["finish"]) == ({True}, {True})
+
+    play(scene())
+
+
+def test_the_length_is_looked_at_before_the_tokens() -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+            _, error = await read_error(server, "/v1/completions", prompt=[1] * 512 + [999])
+            assert "513 tokens, and 512 are allowed" in error["message"]
+            _, error = await read_error(server, "/v1/completions", prompt=[1] * 511 + [999])
+            assert "999 is not a token" in error["message"]
+
+    play(scene())
+
+
+def test_a_choice_that_looks_like_the_answers_frame_stays_a_text() -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+            text = '"choices":[]'
+            found = await server.complete(prompt=[text, "b"], echo=True, max_tokens=0)
+            assert [choice["text"] for choice in found["choices"]] == [text, "b"]
 
     play(scene())
 
@@ -526,9 +610,9 @@ def test_preemptions_are_counted() -> None:
         ({"prompt": [True]}, "prompt", "must be a text"),
         ({"prompt": [1.5]}, "prompt", "must be a text"),
         ({"prompt": None}, "prompt", "is missing"),
-        ({"prompt": [-1]}, None, "is no token"),
-        ({"prompt": [257]}, None, "is no token"),
-        ({"prompt": [10**40]}, None, "is no token"),
+        ({"prompt": [-1]}, None, "is not a token"),
+        ({"prompt": [257]}, None, "is not a token"),
+        ({"prompt": [10**40]}, None, "is not a token"),
         ({"prompt": "x" * 600}, None, "512 are allowed"),
         ({"max_tokens": 0}, "max_tokens", "needs echo: set echo to true"),
         ({"max_tokens": "5"}, "max_tokens", "valid integer"),

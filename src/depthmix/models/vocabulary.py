@@ -17,6 +17,9 @@ from depthmix.runs.folder import RunDir
 if TYPE_CHECKING:
     import tokenizers
 
+# characters: a shorter one takes milliseconds
+LONG_TEXT = 4096
+
 
 class Vocabulary(NamedTuple):
     """A tokenizer and its end token."""
@@ -52,6 +55,9 @@ class Vocabulary(NamedTuple):
         if not isinstance(text, str):
             raise ValueError(f"only text has tokens, and {text!r:.60} is none")
         try:
+            # other threads run while a batch is encoded, even of one text, and not otherwise
+            if len(text) >= LONG_TEXT:
+                return self.tokenizer.encode_batch([text], add_special_tokens=False)[0]
             return self.tokenizer.encode(text, add_special_tokens=False)
         except TypeError as error:
             raise ValueError(f"the prompt {text!r:.60} is not valid UTF-8") from error

@@ -36,6 +36,7 @@ from depthmix.serve.shapes import (
     TokenPaths,
     TokenUsage,
     TopLogprob,
+    encode_shape,
 )
 
 REPLACEMENT = "\ufffd"
@@ -69,12 +70,19 @@ class Draft(ABC):
         self.scores: Mapping[int, list[TokenScore]] = {}
         """Of each prompt's tokens but the first, where they were asked for."""
         # the likely tokens of a thousand places are the same few
-        self._read = cache(lambda token: model.vocabulary.decode([token]))
+        self.spell = cache(self._spell)
 
-    def spell(self, token: int) -> str:
-        """A token's text; one that is only a part of a character is given by its number."""
-        text = self._read(token)
-        return f"token_id:{token}" if REPLACEMENT in text else text
+    def _spell(self, token: int) -> tuple[str, tuple[int, ...] | None]:
+        """A token's text and bytes; one that is part of a character is given by its number."""
+        text = self.model.vocabulary.decode([token])
+        if REPLACEMENT in text:
+            return f"token_id:{token}", None
+        return text, tuple(text.encode())
+
+    def count_items(self) -> int:
+        """How much there is to write, roughly: tokens, and what is said of each."""
+        num_tokens = self.wish.n * sum(map(len, self.prompts)) + sum(map(len, self.starts))
+        return num_tokens * (1 + (self.wish.count_logprobs() or 0))
 
     def take(self, choice: int, event: Event) -> Event:
         """Record an event; returns what is shown of it."""
@@ -142,9 +150,25 @@ class Draft(ABC):
             return None
         return StepPath(token=event.token, previous=format_path(event.path))
 
+    def finish(self) -> bytes:
+        """The whole answer as JSON."""
+        # a choice at a time: nothing else in the process runs while one is written
+        choices = [
+            encode_shape(self._make_choice(index, sample))
+            for index, sample in enumerate(self.list_samples())
+        ]
+        # quotes inside a text are escaped: only the field itself can look like this
+        return encode_shape(self._make_empty()).replace(
+            b'"choices":[]', b'"choices":[%b]' % b",".join(choices), 1
+        )
+
     @abstractmethod
-    def finish(self) -> BaseModel:
-        """The whole answer."""
+    def _make_choice(self, index: int, sample: Sample) -> BaseModel:
+        """One sample of the whole answer."""
+
+    @abstractmethod
+    def _make_empty(self) -> BaseModel:
+        """The whole answer without its choices."""
 
     @abstractmethod
     def start_stream(self) -> Iterator[CompletionAnswer | ChatChunk]:
@@ -177,18 +201,17 @@ class CompletionDraft(Draft):
         # a prompt's are those of all its samples
         self._scored: dict[int, CompletionLogprobs] = {}
 
-    def finish(self) -> CompletionAnswer:
-        choices = [
-            CompletionChoice(
-                index=index,
-                text=self._echo(index) + (sample.text or ""),
-                logprobs=self._list_logprobs(index, sample),
-                finish_reason=name_finish(sample),
-                depth=self.list_paths(index),
-            )
-            for index, sample in enumerate(self.list_samples())
-        ]
-        return self._make(choices, self.sum_usage())
+    def _make_choice(self, index: int, sample: Sample) -> CompletionChoice:
+        return CompletionChoice(
+            index=index,
+            text=self._echo(index) + (sample.text or ""),
+            logprobs=self._list_logprobs(index, sample),
+            finish_reason=name_finish(sample),
+            depth=self.list_paths(index),
+        )
+
+    def _make_empty(self) -> CompletionAnswer:
+        return self.end_stream()
 
     def start_stream(self) -> Iterator[CompletionAnswer]:
         if self.echoes is not None:
@@ -254,7 +277,7 @@ class CompletionDraft(Draft):
         tokens, vocabulary = self.prompts[number], self.model.vocabulary
         begins = tokens[0] == vocabulary.end_token
         # what begins a document is put before a text, and no part of it
-        num_hidden = int(begins and not self.echoes[number].startswith(self.spell(tokens[0])))
+        num_hidden = int(begins and not self.echoes[number].startswith(self.spell(tokens[0])[0]))
         text = TextStream(vocabulary.decode)
         starts, num_chars = [0] * num_hidden, 0
         for token in tokens[num_hidden:]:
@@ -271,13 +294,13 @@ class CompletionDraft(Draft):
         if self.wish.count_logprobs():
             # the best first; of two that are spelled alike, the better one stays
             tops = [
-                dict(reversed({spell(t): p for t, p in reversed(score.top)}.items()))
+                dict(reversed({spell(t)[0]: p for t, p in reversed(score.top)}.items()))
                 if score is not None
                 else None
                 for score in scores
             ]
         return CompletionLogprobs(
-            tokens=[spell(token) for token in tokens],
+            tokens=[spell(token)[0] for token in tokens],
             token_logprobs=[None if score is None else score.logprob for score in scores],
             top_logprobs=tops,
             text_offset=starts,
@@ -289,23 +312,18 @@ class ChatDraft(Draft):
 
     prefix = "chatcmpl"
 
-    def finish(self) -> ChatAnswer:
-        return ChatAnswer(
-            id=self.id,
-            created=self.created,
-            model=self.model.name,
-            choices=[
-                ChatChoice(
-                    index=index,
-                    message=AssistantMessage(content=sample.text or ""),
-                    logprobs=self._list_logprobs(sample.tokens, list_scores(sample)),
-                    finish_reason=name_finish(sample),
-                    depth=self.list_paths(index),
-                )
-                for index, sample in enumerate(self.list_samples())
-            ],
-            usage=self.sum_usage(),
+    def _make_choice(self, index: int, sample: Sample) -> ChatChoice:
+        return ChatChoice(
+            index=index,
+            message=AssistantMessage(content=sample.text or ""),
+            logprobs=self._list_logprobs(sample.tokens, list_scores(sample)),
+            finish_reason=name_finish(sample),
+            depth=self.list_paths(index),
         )
+
+    def _make_empty(self) -> ChatAnswer:
+        name, usage = self.model.name, self.sum_usage()
+        return ChatAnswer(id=self.id, created=self.created, model=name, choices=[], usage=usage)
 
     def start_stream(self) -> Iterator[ChatChunk]:
         for index in range(len(self.samples)):
@@ -339,20 +357,18 @@ class ChatDraft(Draft):
     ) -> ChatLogprobs | None:
         if self.wish.count_logprobs() is None:
             return None
-        return ChatLogprobs(
-            content=[
-                TokenLogprob(
-                    **self._tell_token(token, score.logprob),
-                    top_logprobs=[TopLogprob(**self._tell_token(*other)) for other in score.top],
-                )
-                for token, score in zip(tokens, scores, strict=True)
-            ]
-        )
-
-    def _tell_token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._read(token)
-        known = None if REPLACEMENT in text else list(text.encode())
-        return {"token": self.spell(token), "logprob": logprob, "bytes": known}
+        spell, content = self.spell, list[TokenLogprob]()
+        for token, score in zip(tokens, scores, strict=True):
+            tops = list[TopLogprob]()
+            for other, logprob in score.top:
+                name, known = spell(other)
+                tops.append({"token": name, "logprob": logprob, "bytes": known})
+            name, known = spell(token)
+            content.append(
+                {"token": name, "logprob": score.logprob, "bytes": known, "top_logprobs": tops}
+            )
+        # made here, and too many to be checked again
+        return ChatLogprobs.model_construct(content=content)
 
 
 def list_scores(sample: Sample) -> list[TokenScore]:

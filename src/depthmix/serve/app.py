@@ -14,7 +14,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
@@ -23,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from depthmix.models.chat import list_ends
 from depthmix.serve.answers import ChatDraft, CompletionDraft, Draft
 from depthmix.serve.gate import Gate, answer_problem
-from depthmix.serve.lane import Lane
+from depthmix.serve.lane import Lane, run_sized
 from depthmix.serve.limits import Limits
 from depthmix.serve.metrics import Metrics, write_metrics
 from depthmix.serve.page import answer_page
@@ -44,6 +43,7 @@ from depthmix.serve.shapes import (
     SamplingShape,
     TokenizeAnswer,
     TokenizeWish,
+    encode_shape,
     explain_errors,
 )
 from depthmix.serve.worker import Job
@@ -56,6 +56,8 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 }
 # nginx's status for a client that has gone; only logs see it
 GONE = 499
+# of a stream that are written at a time
+MOST_PIECES = 64
 
 logger = logging.getLogger("depthmix.serve")
 
@@ -145,7 +147,7 @@ class Service:
         """A text that goes on from a prompt, or several."""
         lane = self._choose_lane(wish.model, request)
         self._check_wish(wish, len(wish.prompt))
-        prompts = [await lane.encode(prompt) for prompt in wish.prompt]
+        prompts = await lane.encode_prompts(wish.prompt)
         vocabulary = lane.model.vocabulary
         echoes = None
         if wish.echo:
@@ -171,15 +173,15 @@ class Service:
             tokens = await lane.encode_text(wish.prompt or "", begin=wish.add_special_tokens)
         longest = lane.model.config.max_seq_len
         self._count(request, "completed")
-        return send_shape(TokenizeAnswer(count=len(tokens), max_model_len=longest, tokens=tokens))
+        answer = TokenizeAnswer(count=len(tokens), max_model_len=longest, tokens=tokens)
+        return send_json(encode_shape(answer))
 
     async def detokenize(self, wish: DetokenizeWish, request: Request) -> Response:
         """The text of tokens."""
         lane = self._choose_lane(wish.model, request)
-        lane.check_ids(wish.tokens)
-        text = lane.model.vocabulary.decode(wish.tokens)
+        text = await lane.decode(wish.tokens)
         self._count(request, "completed")
-        return send_shape(DetokenizeAnswer(prompt=text))
+        return send_json(encode_shape(DetokenizeAnswer(prompt=text)))
 
     async def list_models(self) -> ModelList:
         """The models that are served, the default one first."""
@@ -205,7 +207,7 @@ class Service:
             message=next((each.message for each in told if each.message), None),
         )
         is_healthy = all(lane.worker.is_healthy for lane in self.lanes.values())
-        return send_shape(whole, status=200 if is_healthy else 503)
+        return send_json(encode_shape(whole), status=200 if is_healthy else 503)
 
     async def show_metrics(self) -> Response:
         """Counts and times for Prometheus."""
@@ -231,8 +233,9 @@ class Service:
                 is_stream = True
                 return EventStream(self, draft, job, request)
             if is_here and await race(collect_samples(draft, job), request.receive):
+                text = await run_sized(draft.count_items(), draft.finish)
                 outcome = "completed"
-                return send_shape(draft.finish())
+                return send_json(text)
             return Response(status_code=GONE)
         except ServeError:
             # counted where it is answered
@@ -359,16 +362,20 @@ class EventStream(Response):
             return encode_shape(piece)
 
         try:
-            await write([encode(piece) for piece in draft.start_stream()])
-            # whatever came while the client was slow goes out at once
+            size = draft.count_items() if draft.scores else 0
+            await write(await run_sized(size, lambda: list(map(encode, draft.start_stream()))))
+            # whatever came while the client was slow goes out together
             while news := await self.job.read():
-                pieces = []
-                for choice, event in news:
-                    piece = draft.continue_stream(choice, draft.take(choice, event))
-                    if piece is not None:
-                        pieces.append(encode(piece))
-                if pieces:
-                    await write(pieces)
+                for first in range(0, len(news), MOST_PIECES):
+                    pieces = []
+                    for choice, event in news[first : first + MOST_PIECES]:
+                        piece = draft.continue_stream(choice, draft.take(choice, event))
+                        if piece is not None:
+                            pieces.append(encode(piece))
+                    if pieces:
+                        await write(pieces)
+                    # others have their turn
+                    await asyncio.sleep(0)
         except ServeError as problem:
             # the status has been sent: clients look for this
             self.outcome = problem.outcome
@@ -427,11 +434,6 @@ async def wait_gone(receive: Receive) -> None:
         pass
 
 
-def encode_shape(shape: BaseModel) -> bytes:
-    """A piece of an answer as JSON."""
-    return shape.model_dump_json().encode()
-
-
-def send_shape(shape: BaseModel, *, status: int = 200) -> Response:
+def send_json(text: bytes, *, status: int = 200) -> Response:
     """A whole answer."""
-    return Response(encode_shape(shape), status_code=status, media_type=JSON)
+    return Response(text, status_code=status, media_type=JSON)

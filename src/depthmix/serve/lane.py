@@ -5,7 +5,9 @@ they fit. Does not know routes, nor the other models.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import jinja2
 
@@ -16,8 +18,15 @@ from depthmix.serve.problems import RefusedError
 from depthmix.serve.shapes import ChatMessage, ModelCard
 from depthmix.serve.worker import Worker
 
-# texts as long as this are encoded in a thread, so that others need not wait
-LONG_TEXT = 16_384
+# what is larger than this many characters, or items, takes milliseconds
+LONG = 4096
+
+Result = TypeVar("Result")
+
+
+async def run_sized(size: int, work: Callable[[], Result]) -> Result:
+    """Do some work; if it is long, in a thread, so that other requests need not wait for it."""
+    return work() if size < LONG else await asyncio.to_thread(work)
 
 
 class Lane:
@@ -26,25 +35,23 @@ class Lane:
     def __init__(self, model: ServedModel, worker: Worker, limits: Limits) -> None:
         self.model, self.worker, self.limits = model, worker, limits
 
-    async def encode(self, prompt: str | list[int]) -> list[int]:
-        """A prompt's tokens; it begins as a document does, unless it is tokens already."""
-        if isinstance(prompt, str):
-            tokens = await self.encode_text(prompt, begin=True)
-        else:
-            self.check_ids(prompt)
-            tokens = prompt
-        self._check_length(tokens)
-        return tokens
+    async def encode_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Prompts' tokens; they begin as documents do, unless they are tokens already."""
+        size = sum(map(len, prompts))
+        return await run_sized(size, lambda: [self._encode(prompt) for prompt in prompts])
 
     async def encode_text(self, text: str, *, begin: bool) -> list[int]:
         """A text's tokens, of any number."""
-        encode = self.model.vocabulary.encode if begin else self.model.vocabulary.tokenize
-        try:
-            if len(text) < LONG_TEXT:
-                return encode(text)
-            return await asyncio.to_thread(encode, text)
-        except ValueError as error:
-            raise RefusedError(str(error)) from error
+        return await run_sized(len(text), partial(self._encode_text, text, begin=begin))
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, of any number."""
+
+        def decode() -> str:
+            self._check_ids(tokens)
+            return self.model.vocabulary.decode(tokens)
+
+        return await run_sized(len(tokens), decode)
 
     async def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
         """A conversation's tokens, by the model's own chat template."""
@@ -55,22 +62,21 @@ class Lane:
                 code="no_chat_template",
             )
         told = [message.read() for message in messages]
-        try:
-            text = render_chat(chat, told, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise RefusedError(
-                f"the chat template does not take these messages: {error}", param="messages"
-            ) from error
-        tokens = await self.encode_text(text, begin=False)
+
+        def encode() -> list[int]:
+            try:
+                text = render_chat(chat, told, add_generation_prompt=True)
+            except jinja2.TemplateError as error:
+                raise RefusedError(
+                    f"the chat template does not take these messages: {error}", param="messages"
+                ) from error
+            return self._encode_text(text, begin=False)
+
+        # a template may do much for each message
+        size = sum(64 + len(each["content"]) for each in told)
+        tokens = await run_sized(size, encode)
         self._check_length(tokens)
         return tokens
-
-    def check_ids(self, tokens: Sequence[int]) -> None:
-        """Refuse what is no token of this model."""
-        size = self.model.config.vocab_size
-        wrong = next((token for token in tokens if not 0 <= token < size), None)
-        if wrong is not None:
-            raise RefusedError(f"{wrong} is no token: they are 0 to {size - 1}")
 
     def count_room(self, num_prompt: int) -> int:
         """Tokens that may follow so long a prompt in the model and in the cache."""
@@ -89,6 +95,26 @@ class Lane:
             routed_blocks=list(model.config.routed_layers),
             has_chat_template=model.chat is not None,
         )
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        tokens = self._encode_text(prompt, begin=True) if isinstance(prompt, str) else prompt
+        self._check_length(tokens)
+        if not isinstance(prompt, str):
+            self._check_ids(tokens)
+        return tokens
+
+    def _encode_text(self, text: str, *, begin: bool) -> list[int]:
+        vocabulary = self.model.vocabulary
+        try:
+            return vocabulary.encode(text) if begin else vocabulary.tokenize(text)
+        except ValueError as error:
+            raise RefusedError(str(error)) from error
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        size = self.model.config.vocab_size
+        wrong = next((token for token in tokens if not 0 <= token < size), None)
+        if wrong is not None:
+            raise RefusedError(f"{wrong} is not a token: they are 0 to {size - 1}")
 
     def _check_length(self, tokens: Sequence[int]) -> None:
         longest = self.model.config.max_seq_len

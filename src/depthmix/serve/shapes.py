@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from depthmix.infer import SamplingParams
 from depthmix.serve.limits import (
@@ -382,12 +383,12 @@ class CompletionAnswer(BaseModel):
     usage: TokenUsage | None = None
 
 
-class TopLogprob(BaseModel):
-    """A token that could have been."""
+class TopLogprob(TypedDict):
+    """A token that could have been; a plain dict, as an answer may have a million of them."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: tuple[int, ...] | None
 
 
 class TokenLogprob(TopLogprob):
@@ -513,6 +514,11 @@ class HealthAnswer(BaseModel):
     failed_steps: int
     """In a row, until now."""
     message: str | None = None
+
+
+def encode_shape(shape: BaseModel) -> bytes:
+    """An answer, or a piece of one, as JSON."""
+    return shape.model_dump_json().encode()
 
 
 def explain_errors(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
