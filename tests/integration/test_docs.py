@@ -1,8 +1,10 @@
 """The documentation: its example, API page, paths and lines are right, and its script runs."""
 
+import json
 import re
 import runpy
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -41,15 +43,59 @@ def test_named_files_are_there(name: str) -> None:
 
 
 def test_lines_of_text_have_at_most_100_columns() -> None:
-    found = (path for name in ("*.md", "docs/*.md", "results/*.md") for path in ROOT.glob(name))
     long = []
-    for path in found:
+    for path in _list_pages():
         # code may not be wrapped, and neither may tables and pictures
         text = re.sub(r"^```.*?^```", _blank, path.read_text(encoding="utf-8"), flags=re.S | re.M)
         for number, line in enumerate(text.splitlines(), 1):
             if len(line) > 100 and not line.startswith(("    ", "|", "  |", "![")):
                 long.append(f"{path.relative_to(ROOT)}:{number}")
     assert long == []
+
+
+def test_links_lead_somewhere() -> None:
+    pages = {path.resolve(): path.read_text(encoding="utf-8") for path in _list_pages()}
+    notebook = json.loads((DOCS / "tutorial.ipynb").read_text(encoding="utf-8"))
+    cells = ("".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "markdown")
+    pages[(DOCS / "tutorial.ipynb").resolve()] = "\n\n".join(cells)
+    broken, num_links = [], 0
+    for page, text in pages.items():
+        text = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.S | re.M)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if re.match(r"(https?|mailto):", target):
+                continue
+            num_links += 1
+            path, _, anchor = target.partition("#")
+            found = (page.parent / path).resolve() if path else page
+            anchors = list_anchors(pages[found]) if found in pages else {""}
+            if not found.exists() or (anchor and anchor not in anchors):
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert num_links > 150
+    assert broken == []
+
+
+def test_anchors_are_made_as_the_site_makes_them() -> None:
+    text = "# A `b_c`: d, (e)\n```\n# not one\n```\n## A b_c d e\n## [Link](x.md) & more\n"
+    assert list_anchors(text) == {"a-b_c-d-e", "a-b_c-d-e_1", "link-more"}
+
+
+def list_anchors(page: str) -> set[str]:
+    """The anchors of a page's headings, by the rule of Python-Markdown, which builds the site."""
+    anchors: set[str] = set()
+    page = re.sub(r"^```.*?^```", "", page, flags=re.S | re.M)
+    for heading in re.findall(r"^#{1,6} (.+)$", page, re.M):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        plain = unicodedata.normalize("NFKD", plain).encode("ascii", "ignore").decode()
+        plain = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+        name, number = plain, 1
+        while name in anchors:
+            name, number = f"{plain}_{number}", number + 1
+        anchors.add(name)
+    return anchors
+
+
+def _list_pages() -> list[Path]:
+    return [path for name in ("*.md", "docs/*.md", "results/*.md") for path in ROOT.glob(name)]
 
 
 def _blank(code: re.Match[str]) -> str:
