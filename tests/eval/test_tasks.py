@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from depthmix.data.tokenizer import train_tokenizer
+from depthmix.eval.options import EvalOptions
 from depthmix.models import Chat, Vocabulary
 from depthmix.nn import Transformer
 from variants import enlarge_updates, make_config
@@ -32,6 +33,10 @@ def make_model(name: str = "mod", batch_size: int = 4, **options: Any) -> Any:
     with torch.no_grad():
         model.norm.weight.mul_(20)
     return tasks.TaskModel(model, Vocabulary(TOKENIZER, 0), batch_size=batch_size, **options)
+
+
+def run_tasks(model: Any, names: list[str], **options: Any) -> dict[str, dict[str, Any]]:
+    return tasks.run_tasks(model, EvalOptions(tasks=names, **options))
 
 
 def test_the_trained_head_decides_unless_another_is_named() -> None:
@@ -124,10 +129,10 @@ def test_our_task_has_one_right_answer_each() -> None:
 
 
 def test_our_task_runs_and_batches_do_not_change_it() -> None:
-    found = [tasks.run_tasks(make_model(batch_size=size), ["python_syntax"]) for size in (1, 7)]
+    found = [run_tasks(make_model(batch_size=size), ["python_syntax"]) for size in (1, 7)]
     assert found[0] == found[1]
     assert 0 <= found[0]["python_syntax"]["acc"] <= 1
-    few = tasks.run_tasks(make_model(), ["python_syntax"], limit=3)
+    few = run_tasks(make_model(), ["python_syntax"], limit=3)
     assert few["python_syntax"]["acc"] * 3 == pytest.approx(
         round(few["python_syntax"]["acc"] * 3), abs=1e-9
     )
@@ -138,31 +143,31 @@ def test_tasks_in_files_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(own.read_text().replace("python_syntax", "mine"))
     with pytest.raises(ValueError, match=r"there is no file .*mine.jsonl"):
-        tasks.run_tasks(make_model(), [str(path)])
+        run_tasks(make_model(), [str(path)])
     row = {"prompt": "line 1 says", "choices": [" 1", " 2"], "answer": 0}
     (tmp_path / "mine.jsonl").write_text(json.dumps(row) + "\n")
-    assert tasks.run_tasks(make_model(), [str(path)])["mine"]["acc"] in (0, 1)
+    assert run_tasks(make_model(), [str(path)])["mine"]["acc"] in (0, 1)
     (tmp_path / "mine.jsonl").write_text("no JSON\n")
     with pytest.raises(ValueError, match="is not JSONL"):
-        tasks.run_tasks(make_model(), [str(path)])
+        run_tasks(make_model(), [str(path)])
     for content, told in (("[1]\n", "line 1 is not a JSON object"), ("\n", "has no examples")):
         (tmp_path / "mine.jsonl").write_text(content)
         with pytest.raises(ValueError, match=told):
-            tasks.run_tasks(make_model(), [str(path)])
+            run_tasks(make_model(), [str(path)])
     (tmp_path / "mine.jsonl").write_text(json.dumps(row) + "\n")
     plain = path.read_text()
     path.write_text(plain.replace("test_split: test", "test_split: other"))
     with pytest.raises(ValueError, match="test_split = other is none of its data_files: test"):
-        tasks.run_tasks(make_model(), [str(path)])
+        run_tasks(make_model(), [str(path)])
     path.write_text(plain.replace("{{prompt}}", "{{nothing}}"))
     with pytest.raises(ValueError, match="template does not fit its data: 'nothing' is undefined"):
-        tasks.run_tasks(make_model(), [str(path)])
+        run_tasks(make_model(), [str(path)])
     path.write_text("task: mine\n")
     with pytest.raises(ValueError, match="does not name its JSONL"):
-        tasks.run_tasks(make_model(), [str(path)])
+        run_tasks(make_model(), [str(path)])
     path.write_text("process_docs: !function code.run\n")
     with pytest.raises(ValueError, match="code in it is not run"):
-        tasks.run_tasks(make_model(), [str(path)])
+        run_tasks(make_model(), [str(path)])
 
 
 def test_only_our_own_words_are_printed(
@@ -170,7 +175,7 @@ def test_only_our_own_words_are_printed(
 ) -> None:
     # no repository: git would complain
     monkeypatch.chdir(tmp_path)
-    tasks.run_tasks(make_model(), ["python_syntax"], limit=1)
+    run_tasks(make_model(), ["python_syntax"], limit=1)
     assert "fatal" not in capfd.readouterr().err
 
 
@@ -178,11 +183,11 @@ def test_examples_come_before_the_question(monkeypatch: pytest.MonkeyPatch) -> N
     model, sizes = make_model(), []
     monkeypatch.setattr(Vocabulary, "tokenize", lambda _, text: sizes.append(len(text)) or [1, 2])
     for number in (0, 2):
-        tasks.run_tasks(model, ["python_syntax"], limit=1, num_fewshot=number)
+        run_tasks(model, ["python_syntax"], limit=1, num_fewshot=number)
     half = len(sizes) // 2
     assert min(sizes[half:]) > max(sizes[:half])
-    with pytest.raises(ValueError, match="num_fewshot = -1 must be at least 0"):
-        tasks.run_tasks(model, ["python_syntax"], num_fewshot=-1)
+    with pytest.raises(ValueError, match="num_fewshot = -1 must be 0 or more"):
+        run_tasks(model, ["python_syntax"], num_fewshot=-1)
 
 
 CHAT = Chat(
@@ -222,13 +227,13 @@ def test_a_model_is_asked_by_its_template(monkeypatch: pytest.MonkeyPatch) -> No
         return original(self, requests, **options)
 
     monkeypatch.setattr(tasks.TaskModel, "loglikelihood", spy)
-    found = tasks.run_tasks(make_model(chat=CHAT), ["python_syntax"], limit=2, num_fewshot=1)
+    found = run_tasks(make_model(chat=CHAT), ["python_syntax"], limit=2, num_fewshot=1)
     assert found["python_syntax"].keys() >= {"acc", "acc_norm"}
     # a question and its answer before, each a turn of its own
     assert all(text.startswith("<s>[user] ") for text in asked)
     assert all(text.count("[user]") == 2 and text.count("[assistant]") == 2 for text in asked)
     asked.clear()
-    tasks.run_tasks(make_model(), ["python_syntax"], limit=2)
+    run_tasks(make_model(), ["python_syntax"], limit=2)
     assert not any("[user]" in text for text in asked)
 
 
@@ -249,4 +254,4 @@ def test_answers_end_where_the_model_ends_them() -> None:
 
 def test_an_unknown_task_is_named() -> None:
     with pytest.raises(ValueError, match=r"no task 'nothing_such': .* python_syntax"):
-        tasks.run_tasks(make_model(), ["nothing_such"])
+        run_tasks(make_model(), ["nothing_such"])

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ from depthmix.cli.arguments import (
     app,
     check_device,
     check_selector,
+    name_flags,
     name_missing_extra,
     read_text,
 )
@@ -90,77 +91,31 @@ def evaluate(
       depthmix eval runs/final --test --keep
     """
     check_device(device)
-    counts = {"--max-tokens": max_tokens, "--seq-len": seq_len, "--batch": batch, "--limit": limit}
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} {value} must be at least 1")
-    if text and data is not None:
-        raise ValueError("give --text or --data, not both")
-    if test and (text or (tasks and data is None)):
-        raise ValueError(
-            "--test is for data with a test split: leave it out, or --text and --tasks"
+    from depthmix.eval.options import EvalOptions
+
+    with name_flags("max_tokens", "seq_len", "limit", batch="batch_size", fewshot="num_fewshot"):
+        options = EvalOptions(
+            texts=(read_text(file) for file in text) if text else None,
+            data=data,
+            test=test,
+            keep=keep,
+            tasks=[name.strip() for name in (tasks or "").split(",") if name.strip()],
+            include=include or (),
+            num_fewshot=fewshot,
+            limit=limit,
+            chat=chat,
+            selector=selector,
+            max_tokens=max_tokens,
+            seq_len=seq_len,
+            batch_size=batch,
         )
-    if keep and (not test or data is not None or max_tokens is not None or seq_len is not None):
-        raise ValueError(
-            "--keep keeps the loss of the whole test split of a run's own data: give --test, and "
-            "neither --data, --max-tokens nor --seq-len"
-        )
-    if keep and not (model / "config.toml").is_file():
-        raise ValueError(f"--keep is for a run, and {model} is not a run's folder: leave it out")
-    reads = bool(text) or data is not None or not tasks
-    for_tasks = {"--include": include, "--fewshot": fewshot, "--limit": limit}
-    for_tasks |= {"--selector": selector, "--chat": chat or None}
-    for_text = {"--max-tokens": max_tokens, "--seq-len": seq_len}
-    for options, unused, note in (
-        (for_tasks, not tasks, "for --tasks: name some, or leave it out"),
-        (for_text, not reads, "for --text or --data: give one of them, or leave it out"),
-    ):
-        given = [name for name, value in options.items() if value not in (None, [])]
-        if unused and given:
-            raise ValueError(f"{', '.join(given)} is {note}")
     from depthmix.models import open_model
-    from depthmix.world import choose_device
 
-    # what is kept stands beside the last validation
-    source = open_model(model, tokenizer=tokenizer, checkpoint="newest" if keep else None)
-    if chat and source.chat is None:
-        raise ValueError(f"{model} has no chat template: leave out --chat")
-    if tasks:
-        # refused before a text takes its time
+    source = open_model(model, tokenizer=tokenizer)
+    if options.tasks:
         check_selector(source.config, selector, looks_ahead=True)
-    from depthmix.eval.perplexity import (
-        keep_test_loss,
-        measure_stream,
-        tell_stream,
-    )
-    from depthmix.eval.stream import read_stored
+    from depthmix.eval.evaluate import describe_results, evaluate_model
 
-    # so is a tokenizer that is not there
-    vocabulary = source.vocabulary if text or tasks else None
-    texts = [read_text(file) for file in text or []]
-    stream = read_stored(source, texts, data, max_tokens) if reads else None
-    held_out = read_stored(source, (), data, max_tokens, "test") if test else None
-    network = source.network.to(choose_device(device))
-    found: dict[str, Any] = {"model": str(model)}
-    lines = []
-    if stream is not None:
-        found["text"] = measure_stream(network, stream, seq_len=seq_len, batch_size=batch)
-        lines += tell_stream(model, found["text"])
-    if held_out is not None:
-        found["test"] = measure_stream(network, held_out, seq_len=seq_len, batch_size=batch)
-        lines += tell_stream(f"{model}, test split", found["test"])
-    if keep and source.run is not None:
-        keep_test_loss(source.run, found["test"])
-    if tasks and vocabulary is not None:
-        with name_missing_extra("eval"):
-            from depthmix.eval.tasks import TaskModel, run_tasks, tell_tasks
-
-        options: dict[str, Any] = {"selector": selector, "chat": source.chat if chat else None}
-        adapter = TaskModel(network, vocabulary, batch_size=batch, **options)
-        names = [name.strip() for name in tasks.split(",") if name.strip()]
-        found["tasks"] = run_tasks(
-            adapter, names, include=include or (), num_fewshot=fewshot, limit=limit
-        )
-        found["selector"] = adapter.selector
-        lines += tell_tasks(found["tasks"])
-    print(json.dumps(found, indent=2) if as_json else "\n".join(lines))
+    with name_missing_extra("eval"):
+        found = evaluate_model(source, options, device=device)
+    print(json.dumps(found, indent=2) if as_json else "\n".join(describe_results(found)))

@@ -72,7 +72,7 @@ def measure_least(
     num_layers = source.config.num_layers
     if count > num_layers:
         raise ValueError(f"--least {count} is more than the {num_layers} blocks of {source.path}")
-    stream = read_texts(texts, source.vocabulary, MAX_TOKENS)
+    stream = read_texts(list(texts), source.vocabulary, MAX_TOKENS)
     if len(stream.tokens) < MIN_TOKENS:
         raise ValueError(
             f"--text has {len(stream.tokens)} tokens, which says little about a block: give "

@@ -72,7 +72,7 @@ def measure_stream(
     }
 
 
-def tell_stream(name: object, found: Mapping[str, Any]) -> list[str]:
+def describe_stream(name: object, found: Mapping[str, Any]) -> list[str]:
     """The results of `measure_stream` for a named model, as lines."""
     note = "" if found["num_bytes"] is None else f" ({found['num_bytes']:,.0f} bytes)"
     lines = [

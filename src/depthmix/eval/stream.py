@@ -67,14 +67,14 @@ def read_texts(
 
 def read_stored(
     model: StoredModel,
-    texts: Sequence[str] = (),
+    texts: Iterable[str] | None = None,
     data: Path | None = None,
     max_tokens: int | None = None,
     split: str = "val",
 ) -> Stream:
     """The tokens of texts, or of a data folder: without either, of what a run was trained on."""
-    if texts:
-        return read_texts(texts, model.vocabulary, max_tokens)
+    if texts is not None:
+        return read_texts(list(texts), model.vocabulary, max_tokens)
     if data is None:
         starts = [] if model.run is None else model.run.read_starts()
         used = starts[-1]["data"] if starts else {}

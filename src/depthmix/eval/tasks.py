@@ -6,7 +6,7 @@ it is run.
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows
 
+from depthmix.eval.options import EvalOptions
 from depthmix.eval.perplexity import score_rows
 from depthmix.eval.stream import Window, pad_rows
 from depthmix.infer import Engine, SamplingParams
@@ -155,28 +156,19 @@ class TaskModel(LM):
         return [scores[number] for number in range(len(rows))]
 
 
-def run_tasks(
-    model: TaskModel,
-    names: Sequence[str],
-    *,
-    include: Sequence[Path] = (),
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-) -> dict[str, dict[str, Any]]:
+def run_tasks(model: TaskModel, options: EvalOptions) -> dict[str, dict[str, Any]]:
     """Each task's metrics. A name is one of `list_own_tasks`, a .yaml file, or lm-eval's.
 
     A model with a chat template is asked by it.
     """
-    if num_fewshot is not None and num_fewshot < 0:
-        raise ValueError(f"num_fewshot = {num_fewshot} must be at least 0")
     # its progress and advice are meant for its own command line
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # it would ask git, which prints an error where there is no repository
     evaluator.get_git_commit_hash = lambda: None
-    found = [_find_task(name) for name in names]
+    found = [_find_task(name) for name in options.tasks]
     only_own = all(isinstance(task, dict) for task in found)
     manager = TaskManager(
-        include_path=[str(path) for path in include], include_defaults=not only_own
+        include_path=[str(path) for path in options.include], include_defaults=not only_own
     )
     if not only_own:
         known = set(manager.all_tasks)
@@ -190,8 +182,8 @@ def run_tasks(
         results = simple_evaluate(
             model=model,
             tasks=found,
-            num_fewshot=num_fewshot,
-            limit=limit,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
             task_manager=manager,
             apply_chat_template=model.chat is not None,
             log_samples=False,
@@ -201,15 +193,6 @@ def run_tasks(
         raise ValueError(f"a template does not fit its data: {error}") from error
     assert results is not None
     return {name: _keep_numbers(values) for name, values in results["results"].items()}
-
-
-def tell_tasks(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Each task's metrics in a line."""
-    notes = {
-        name: "  ".join(f"{metric} {value:.4g}" for metric, value in metrics.items())
-        for name, metrics in found.items()
-    }
-    return [f"{name}: {note}" for name, note in notes.items()]
 
 
 def list_own_tasks() -> dict[str, Path]:
