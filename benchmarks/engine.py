@@ -2,6 +2,7 @@
 
     python benchmarks/engine.py --json out.json               # all parts, large, one GPU
     python benchmarks/engine.py --shape small --parts single batch
+    python benchmarks/engine.py --parts batch --requests 8 64 --vocab-size 50257
     python benchmarks/engine.py --shape smoke --cpu           # does it run at all
 
 A time covers the whole call, with a default engine: `Engine(model)`. After its `warm_up`, if it has
@@ -50,11 +51,12 @@ import torch
 from baselines import make_llama
 from decode_models import ROUTING, SHAPES, make_config, make_model
 from decode_tables import find_row, print_line
-from meters import ENERGY_SECONDS, EnergyMeter, name_device, open_meter, synchronize, time_call
+from meters import ENERGY_SECONDS, name_device, open_meter, synchronize, time_call
 
 from depthmix import ModelConfig, flops
 from depthmix.infer import Engine, Result, SamplingParams
 from depthmix.nn import Transformer
+from depthmix.train.energy import EnergyCounter
 
 PARTS = ("single", "batch", "prompt", "energy", "memory", "transformers", "first")
 WAYS: dict[str, dict[str, Any]] = {
@@ -150,8 +152,12 @@ def make_network(config: ModelConfig, device: str, dtype: torch.dtype) -> Transf
     return network
 
 
-def choose_config(model: str, shape: str, sizes: Sizes) -> ModelConfig:
-    fields = {"max_seq_len": sizes.max_seq_len, "tied_head": False}
+def choose_config(
+    model: str, shape: str, sizes: Sizes, vocab_size: int | None = None
+) -> ModelConfig:
+    fields: dict[str, Any] = {"max_seq_len": sizes.max_seq_len, "tied_head": False}
+    if vocab_size is not None:
+        fields["vocab_size"] = vocab_size
     return make_config(model, SHAPES[shape]).override(fields)
 
 
@@ -313,7 +319,7 @@ def measure_peak(size: int, device: str, dtype: torch.dtype) -> float:
     return 2 * size**3 / statistics.median(seconds)
 
 
-def measure_joules(call: Callable[[int], object], meter: EnergyMeter) -> tuple[float, int]:
+def measure_joules(call: Callable[[int], object], meter: EnergyCounter) -> tuple[float, int]:
     """Joules per call, from a few seconds of repeated calls, and the number of calls."""
     call(0)
     torch.cuda.synchronize()
@@ -333,6 +339,8 @@ class Bench:
         self.device = "cpu" if args.cpu else "cuda"
         self.dtype = torch.float32 if args.cpu else torch.bfloat16
         self.sizes = SMOKE if self.shape == "smoke" else REAL
+        self.batches = tuple(args.requests or self.sizes.batches)
+        self.calls, self.vocab_size = list(args.calls), args.vocab_size
         self.models = [m for m in ROUTING if args.only in (None, m)]
         self.rows: list[dict[str, Any]] = []
         self.failed: list[str] = []
@@ -344,7 +352,11 @@ class Bench:
             "transformers": find_version("transformers"),
             "python": platform.python_version(),
             "shape": self.shape,
+            "vocab_size": self.choose_config("dense").vocab_size,
         }
+
+    def choose_config(self, model: str) -> ModelConfig:
+        return choose_config(model, self.shape, self.sizes, self.vocab_size)
 
     @contextmanager
     def attempt(self, part: str, model: str | None = None) -> Iterator[None]:
@@ -397,7 +409,7 @@ class Bench:
             return
         subject = None
         with self.attempt("model", model):
-            config = choose_config(model, self.shape, self.sizes)
+            config = self.choose_config(model)
             subject = Subject(model, config, self.device, self.dtype)
         if subject is not None:
             for part in chosen:
@@ -448,7 +460,7 @@ class Bench:
 
     def measure_batch(self, subject: Subject) -> None:
         num_new = self.sizes.num_new
-        for number in self.sizes.batches:
+        for number in self.batches:
             lengths = draw_lengths(number, self.sizes)
             ideal = compute_ideal(subject.config, lengths, num_new, self.dtype.itemsize)
             for way in ("greedy", "top-p 0.95"):
@@ -538,24 +550,26 @@ class Bench:
 
     def measure_transformers(self) -> None:
         """Greedy, without an end token: every request makes all of its tokens."""
-        sizes, config = self.sizes, choose_config("dense", self.shape, self.sizes)
+        sizes, config = self.sizes, self.choose_config("dense")
         number, num_new = sizes.many, sizes.num_new
         lengths = draw_lengths(number, sizes)
         fields = {"eos_token_id": None, "bos_token_id": None, "attn_implementation": "sdpa"}
         with torch.device(self.device):
             model = make_llama(config, **fields).to(self.dtype).eval()
-        calls = {"generate": call_padded, "generate_batch": call_continuous}
-        if self.device == "cpu":
-            # designed for GPUs: its cache would take most of a machine's memory
-            del calls["generate_batch"]
-            print("transformers, generate_batch: measured on a GPU only", flush=True)
-        for what, call in calls.items():
+        for what in self.calls:
+            if what == "generate_batch" and self.device == "cpu":
+                # designed for GPUs: its cache would take most of a machine's memory
+                print("transformers, generate_batch: measured on a GPU only", flush=True)
+                continue
+            call = CALLS[what]
             try:
                 times = []
                 for n in range(2):
                     prompts, made = draw_tokens(config, lengths, n), []
                     work = partial(keep_results, made, call, model, prompts, num_new)
                     times.append(time_call(work, self.device))
+                    # immediately: the next call may be cut off
+                    print(f"transformers, {what}: {times[-1]:.2f} s", flush=True)
                     told = sum(map(len, made))
                     if told != number * num_new:
                         raise RuntimeError(f"{told} tokens came, not {number * num_new}")
@@ -618,6 +632,9 @@ def call_continuous(model: Any, prompts: list[list[int]], num_new: int) -> list[
     kept = {"persistent_manager": True} if "persistent_manager" in known else {}
     made = model.generate_batch(prompts, generation_config=wish, **kept)
     return [output.generated_tokens for output in made.values()]
+
+
+CALLS = {"generate": call_padded, "generate_batch": call_continuous}
 
 
 def run_fresh(model: str, shape: str, device: str, caches: Path) -> dict[str, Any]:
@@ -819,6 +836,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--shape", choices=("large", "small", "smoke"), help="large, or smoke on a CPU"
     )
+    parser.add_argument("--requests", nargs="+", type=int, help="of the part batch")
+    parser.add_argument(
+        "--calls", nargs="+", choices=CALLS, default=tuple(CALLS), help="of the part transformers"
+    )
+    parser.add_argument("--vocab-size", type=int, help="ids; not for the part first")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, in float32")
     only = parser.add_mutually_exclusive_group()
     for model in ROUTING:

@@ -1,12 +1,13 @@
 """The cost of a repeated step: its time, its energy, its kernels."""
 
-import ctypes
 import platform
 import time
 from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+
+from depthmix.train.energy import EnergyCounter
 
 WARM_STEPS = 20
 ENERGY_SECONDS = 2.0
@@ -46,40 +47,12 @@ def time_call(function: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-class EnergyMeter:
-    """The GPU's own counter of Joules, read from the driver's library.
-
-    Via ctypes, because every driver ships that library, but not a Python package for it.
-    """
-
-    def __init__(self) -> None:
-        """Raises OSError with an explanation if there is no such counter."""
-        self.nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        self.ask("nvmlInit_v2")
-        self.handle = ctypes.c_void_p()
-        # torch's device numbers follow CUDA_VISIBLE_DEVICES, but the driver's do not
-        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-        self.ask("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(self.handle))
-        self.read_joules()
-
-    def ask(self, name: str, *arguments: object) -> None:
-        code = getattr(self.nvml, name)(*arguments)
-        if code:
-            raise OSError(f"{name} answered {code}")
-
-    def read_joules(self) -> float:
-        """Joules since the driver was loaded."""
-        millijoules = ctypes.c_ulonglong()
-        self.ask("nvmlDeviceGetTotalEnergyConsumption", self.handle, ctypes.byref(millijoules))
-        return millijoules.value / 1e3
-
-
-def open_meter(device: str) -> EnergyMeter | None:
+def open_meter(device: str) -> EnergyCounter | None:
     """The device's counter; prints a note and returns None if there is none."""
     if device == "cpu":
         return None
     try:
-        return EnergyMeter()
+        return EnergyCounter()
     except OSError as error:
         print(f"energy is not measured, because NVML does not answer: {error}")
         return None
@@ -92,7 +65,7 @@ def name_device(device: str) -> str:
     return platform.processor() or platform.machine()
 
 
-def measure_energy(step: Callable[[], object], meter: EnergyMeter) -> float:
+def measure_energy(step: Callable[[], object], meter: EnergyCounter) -> float:
     """Joules per step, from a few seconds of repeated steps; whole board, including idle power.
 
     The counter is updated about ten times a second, so shorter loops would be too inaccurate.

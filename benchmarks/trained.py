@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from decode_step import prepare_decode
-from meters import EnergyMeter, name_device, open_meter, time_call, time_steps
+from meters import name_device, open_meter, time_call, time_steps
 
 from depthmix import flops
 from depthmix.config import RunConfig
@@ -29,6 +29,7 @@ from depthmix.models import open_model
 from depthmix.nn import Transformer
 from depthmix.runs.folder import RunDir
 from depthmix.sample.sampler import place_network
+from depthmix.train.energy import EnergyCounter
 from depthmix.train.optim import make_optimizers
 from depthmix.train.parallel import compile_layers
 from depthmix.train.step import TrainStep
@@ -56,7 +57,7 @@ def time_training(recipe: RunConfig, device: str) -> float:
 
 
 def measure_sampling(
-    path: Path, device: str, batch: int, num_tokens: int, meter: EnergyMeter | None
+    path: Path, device: str, batch: int, num_tokens: int, meter: EnergyCounter | None
 ) -> dict[str, float | int]:
     """Sample a batch of new documents, each exactly as long as requested."""
     model = open_model(path)

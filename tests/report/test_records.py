@@ -38,6 +38,21 @@ def test_a_record_gives_the_row_of_its_folder(tmp_path: Path) -> None:
     assert RunConfig.from_dict(record["config"]) == rows[1].config
 
 
+def test_energy_is_kept_where_it_was_measured(tmp_path: Path) -> None:
+    for name in ("cpu", "gpu"):
+        write_run(tmp_path / "runs" / name, DENSE, 3.5)
+    metrics = tmp_path / "runs/gpu/metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    measured = [line | {"joules": 20.0} if line["kind"] == "train" else line for line in lines]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in measured))
+    rows, file = load_runs(tmp_path / "runs").rows, tmp_path / "some.jsonl"
+    append_records(rows, file)
+    assert [row.joules for row in rows] == [None, 40.0]
+    assert [row.joules for row in load_records([file]).rows] == [None, 40.0]
+    without, _ = (json.loads(line) for line in file.read_text().splitlines())
+    assert "joules" not in without
+
+
 def test_another_run_of_the_same_name_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "runs/a", DENSE, 3.5)
     file = tmp_path / "some.jsonl"

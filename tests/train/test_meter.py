@@ -12,6 +12,7 @@ from depthmix.budget import make_schedule
 from depthmix.config import Recipe, RunConfig
 from depthmix.nn.losses import HeadLoss, RoutingLoss
 from depthmix.train import meter as module
+from depthmix.train.energy import EnergyCounter
 from depthmix.train.meter import PEAK_FLOPS, Meter, check_finite, find_peak, measure_memory
 from depthmix.train.step import StepLoss
 from depthmix.world import World
@@ -320,3 +321,37 @@ def test_numbers_stay_on_the_device_until_they_are_read(clock: Clock) -> None:
     meter.add(StepLoss(total, RoutingLoss(torch.tensor(0.0)), torch.tensor(1.0)))
     assert asked
     assert not {"item", "tolist", "cpu", "numpy", "__float__", "__bool__"} & set(asked)
+
+
+class Counter(EnergyCounter):
+    """Joules that a test sets."""
+
+    def __init__(self) -> None:
+        self.joules = 1000.0
+
+    def read_joules(self) -> float:
+        return self.joules
+
+
+def test_energy_is_what_the_board_took_since_the_first_step(clock: Clock) -> None:
+    counter = Counter()
+    meter = Meter(make_schedule(make_run()), World(0, 1, CPU), counter)
+    # the first step compiles
+    counter.joules += 500
+    meter.add(make_result(1.0))
+    counter.joules += 30
+    meter.add(make_result(1.0))
+    assert meter.read(meter.cut(2))["joules"] == 30
+    meter.add(make_result(1.0))
+    # a later step that compiles takes energy, too
+    meter.expect_slow_step()
+    counter.joules += 7
+    meter.add(make_result(1.0))
+    assert meter.read(meter.cut(4))["joules"] == 7
+
+
+def test_there_is_no_energy_on_a_cpu(clock: Clock) -> None:
+    meter = make_meter()
+    for _ in range(2):
+        meter.add(make_result(1.0))
+    assert "joules" not in meter.read(meter.cut(2))

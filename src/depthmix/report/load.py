@@ -101,6 +101,8 @@ class Row(NamedTuple):
     test_loss: float | None = None
     """As `loss`, on the test split; None if it was not measured."""
     test_loss_causal: float | None = None
+    joules: float | None = None
+    """Of the whole GPU between the first and the last line of metrics; None where not measured."""
 
     @property
     def judged(self) -> float:
@@ -224,6 +226,7 @@ def _read_row(
         loss_causal=None if summary.val_loss_causal is None else float(summary.val_loss_causal),
         seed=config.train.seed,
         seconds=count_seconds(train),
+        joules=sum_joules(train),
         tokens_per_second=_find_speed(train),
         heads=tuple(_read_heads(config.model, train, val, summary.num_steps or summary.step)),
         curve=thin_curve(train),
@@ -332,6 +335,12 @@ def count_seconds(train: Sequence[Record]) -> float | None:
         if record.get("seconds_per_step") is not None:
             total, timed = total + steps * record["seconds_per_step"], timed + steps
     return total * before / timed if timed else None
+
+
+def sum_joules(train: Sequence[Record]) -> float | None:
+    """Energy by a run's training records, where any has it."""
+    found = [joules for record in train if (joules := record.get("joules")) is not None]
+    return sum(found) if found else None
 
 
 def _find_speed(train: Sequence[Record]) -> float | None:

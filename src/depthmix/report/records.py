@@ -82,6 +82,9 @@ def make_record(row: Row) -> dict[str, Any]:
         "curve": [[round(share, 4), round(loss, 4)] for share, loss in row.curve],
         "config": row.config.to_dict(),
     }
+    if row.joules is not None:
+        # only then, so that older files hold the same lines for runs without it
+        record["joules"] = row.joules
     # as it comes back from the file
     return json.loads(json.dumps(record, default=str))
 
@@ -135,6 +138,7 @@ def _make_row(name: str, record: Mapping[str, Any]) -> Row:
         test_loss_causal=record.get("test_loss_causal"),
         seed=seed,
         seconds=seconds,
+        joules=record.get("joules"),
         tokens_per_second=record.get("tokens_per_second"),
         heads=tuple(
             Head(head, ((1.0, parts["precision"]),), ((1.0, parts["recall"]),))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from depthmix.budget import Schedule
+from depthmix.train.energy import EnergyCounter, open_counter
 from depthmix.train.evaluate import describe_routing
 from depthmix.train.step import StepLoss
 from depthmix.world import World, average_on_device
@@ -55,8 +56,14 @@ class MetricSums(NamedTuple):
 class Meter:
     """Accumulates the numbers of the steps between two lines of metrics."""
 
-    def __init__(self, schedule: Schedule, world: World) -> None:
+    def __init__(
+        self, schedule: Schedule, world: World, counter: EnergyCounter | None = None
+    ) -> None:
+        """`counter` is the device's own; only one process alone measures energy."""
         self.schedule, self.world = schedule, world
+        if counter is None and world.size == 1:
+            counter = open_counter(world.device)
+        self._counter, self._joules = counter, math.nan
         self.peak = find_peak(world.device)
         self._names: list[str] = []
         self._sums: torch.Tensor | None = None
@@ -81,6 +88,8 @@ class Meter:
         if self._num_timed == 0:
             # the first step compiles and allocates, so it is not timed
             self._spans, self._since = [], self._mark()
+            if self._counter is not None and math.isnan(self._joules):
+                self._joules = self._counter.read_joules()
 
     def expect_slow_step(self) -> None:
         """Restart timing after the next step, because that one compiles."""
@@ -149,7 +158,15 @@ class Meter:
             "executed_flops": self.schedule.count_flops(reading.step, "executed"),
             **self._describe_speed(reading),
             "memory_bytes": measure_memory(self.world.device),
+            **self._describe_energy(),
         }
+
+    def _describe_energy(self) -> dict[str, float]:
+        """Joules of the board since the last reading, whatever it did; nothing where unknown."""
+        if self._counter is None or math.isnan(self._joules):
+            return {}
+        before, self._joules = self._joules, self._counter.read_joules()
+        return {"joules": self._joules - before}
 
     def _describe_speed(self, reading: MetricSums) -> dict[str, float | None]:
         names = ("tokens_per_second", "flops_per_second", "share_of_peak", "seconds_per_step")
