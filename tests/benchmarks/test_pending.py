@@ -1,0 +1,59 @@
+"""The commands that wait for a GPU: each is understood, and a wrong name is refused."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import engine
+import pending
+import pytest
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, m in pending.MEASUREMENTS.items() if m.command.startswith("engine.py")]
+)
+def test_engine_understands_every_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = shlex.split(pending.MEASUREMENTS[name].command)
+    script, *tiny = pending.list_words(name, [], Path("out"), tiny=True)
+    assert Path(script).exists()
+    for words in ([*full, "--cpu"], ["engine.py", *tiny]):
+        monkeypatch.setattr(sys, "argv", words)
+        args = engine.parse_arguments()
+        assert set(args.parts) <= set(engine.PARTS)
+    assert args.shape == "smoke"
+    assert args.json == Path("out") / f"{name}.json"
+
+
+def test_every_script_is_there() -> None:
+    for name in pending.MEASUREMENTS:
+        script, *words = pending.list_words(name, [Path("run")], Path("out"), tiny=False)
+        assert Path(script).exists()
+        assert "--cpu" not in words
+
+
+def test_vocabulary_and_calls_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "engine.py --cpu --requests 2 --vocab-size 500 --calls generate"
+    monkeypatch.setattr(sys, "argv", words.split())
+    bench = engine.Bench(engine.parse_arguments())
+    assert bench.choose_config("mod").vocab_size == bench.about["vocab_size"] == 500
+    assert (bench.batches, bench.calls) == ((2,), ["generate"])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["enrgy"], "there is no 'enrgy': use energy-large, "),
+        (["trained"], "trained needs finished runs: add --runs RUN TWIN"),
+    ],
+)
+def test_mistakes_are_refused(
+    words: list[str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pending.py", *words])
+    with pytest.raises(SystemExit) as caught:
+        pending.main()
+    assert caught.value.code == 2
+    assert sentence in capsys.readouterr().err
