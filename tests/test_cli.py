@@ -260,8 +260,11 @@ def test_train_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> Non
     helped = squeeze(capsys.readouterr().out).replace("- ", "-")
     for name, text in {**document_fields(Recipe, "train."), **document_fields(ModelConfig)}.items():
         assert f"{name} {text}".replace("- ", "-") in helped
-    for told in ("Number of blocks. [default: 12]", "as the output head. [default: true]"):
-        assert told in helped
+    for line in ("Number of blocks. [default: 12]", "as the output head. [default: true]"):
+        assert line in helped
+    # what a run of a preset really uses
+    for line in ("[default: raw; in presets: tanh1]", "[default: false; in presets: true]"):
+        assert line in helped
     # what has no default shows none
     assert "Default: num_heads. head_width" in helped
 

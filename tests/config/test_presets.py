@@ -13,6 +13,7 @@ from depthmix.config import (
     preset_names,
     preset_sizes,
 )
+from depthmix.config.presets import format_preset_values
 
 
 def test_every_preset_loads_and_has_a_dense_twin() -> None:
@@ -86,3 +87,16 @@ def test_the_papers_variant_is_a_word_away() -> None:
 def test_a_file_has_no_recipe_whatever_its_name() -> None:
     assert list_recipe("60m-paper") == {"train.optimizer": "adamw"}
     assert list_recipe("mine-paper.toml") == {}
+
+
+def test_values_that_all_presets_share() -> None:
+    shared = format_preset_values()
+    assert shared == {
+        "qk_norm": "true",
+        "routing.strategy": "expert_choice",
+        "routing.gate": "tanh1",
+        "routing.init_std": "0.1",
+    }
+    # the same, read as one would write it
+    config = load_preset("220m")
+    assert config.override(shared) == config

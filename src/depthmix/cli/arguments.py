@@ -145,15 +145,19 @@ class FieldsCommand(PlainCommand):
         """List the fields, as documented in the configuration classes."""
         from depthmix.config import ModelConfig, Recipe
         from depthmix.config.fields import format_defaults
+        from depthmix.config.presets import format_preset_values
 
         defaults = format_defaults(ModelConfig)
         if self.train:
             defaults |= format_defaults(Recipe, "train.")
+        notes = {name: f"default: {value}" for name, value in defaults.items() if value}
+        for name, value in format_preset_values().items():
+            notes[name] = "; ".join(filter(None, (notes.get(name), f"in presets: {value}")))
         rows = [
-            (name, f"{line} [default: {defaults[name]}]" if defaults[name] else line)
+            (name, f"{line} [{notes[name]}]" if name in notes else line)
             for name, line in list_fields(train=self.train).items()
         ]
-        with formatter.section("Fields, written as FIELD=VALUE; presets have their own defaults"):
+        with formatter.section("Fields, written as FIELD=VALUE; each preset has its own sizes"):
             formatter.write_dl(rows)
 
 

@@ -236,13 +236,14 @@ def format_defaults(kind: type, prefix: str = "") -> dict[str, str]:
             listed |= format_defaults(field.type, f"{prefix}{field.name}.")
         else:
             known = field.default not in (None, dataclasses.MISSING)
-            listed[prefix + field.name] = _write_value(field.default) if known else ""
+            listed[prefix + field.name] = write_value(field.default) if known else ""
     return listed
 
 
-def _write_value(value: Any) -> str:
+def write_value(value: Any) -> str:
+    """A field's value as one writes it in FIELD=VALUE."""
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_write_value, value))}]"
+        return f"[{', '.join(map(write_value, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

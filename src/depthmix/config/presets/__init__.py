@@ -15,6 +15,7 @@ from depthmix.config.model import ModelConfig
 from depthmix.config.train import RunConfig
 
 __all__ = [
+    "format_preset_values",
     "list_recipe",
     "load_config",
     "load_preset",
@@ -133,6 +134,21 @@ def preset_sizes() -> list[str]:
     found = {p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml")}
     order = ["tiny", "demo", "60m", "220m", "1b"]
     return sorted(found, key=lambda name: order.index(name) if name in order else len(order))
+
+
+def format_preset_values() -> dict[str, str]:
+    """Dotted name → value as text of the fields that all presets set alike, and not to the default.
+
+    Of routed presets; their dense twins route nothing.
+    """
+    configs = [load_preset(size) for size in preset_sizes()]
+    values = [fields.flatten(config.to_dict()) for config in configs]
+    first, default = values[0], fields.flatten(ModelConfig().to_dict())
+    return {
+        name: fields.write_value(value)
+        for name, value in first.items()
+        if value != default[name] and all(other[name] == value for other in values)
+    }
 
 
 def preset_names() -> list[str]:
