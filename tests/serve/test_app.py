@@ -652,6 +652,41 @@ def test_what_does_not_fit_is_refused_by_name(
     play(scene())
 
 
+def test_two_names_of_one_limit_must_agree() -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+            found = await server.chat("a", max_tokens=3, max_completion_tokens=3, ignore_eos=True)
+            assert found["usage"]["completion_tokens"] == 3
+            messages = [{"role": "user", "content": "a"}]
+            status, error = await read_error(
+                server,
+                "/v1/chat/completions",
+                messages=messages,
+                max_tokens=3,
+                max_completion_tokens=4,
+            )
+            assert (status, error["param"]) == (400, "max_completion_tokens")
+            assert "differ" in error["message"]
+
+    play(scene())
+
+
+def test_a_conversation_has_a_longest_length() -> None:
+    async def scene() -> None:
+        async with open_service(Limits(max_body_bytes=8 << 20)) as server:
+            parts = [{"type": "text", "text": ""}] * 4097
+            for path in ("/v1/chat/completions", "/tokenize"):
+                many = [{"role": "user", "content": ""}] * 4097
+                status, error = await read_error(server, path, messages=many)
+                assert (status, error["param"]) == (400, "messages")
+                assert "at most 4096" in error["message"]
+                one = [{"role": "user", "content": parts}]
+                status, error = await read_error(server, path, messages=one)
+                assert (status, error["param"]) == (400, "messages")
+
+    play(scene())
+
+
 def test_what_changes_nothing_is_taken() -> None:
     async def scene() -> None:
         async with open_service() as server:

@@ -9,7 +9,7 @@ import pytest
 
 from depthmix.serve.gate import LOOPBACK_NAMES, Gate
 from depthmix.serve.limits import Limits
-from served_models import open_service, play
+from served_models import Caller, HeldEngine, open_service, play
 
 SECRET = "a-key-of-some-length"
 
@@ -104,6 +104,40 @@ def test_a_body_over_the_limit_is_refused() -> None:
                     "/v1/completions", content=b"", headers={**headers, "Content-Length": length}
                 )
                 assert read_error(answer) == (413, "body_too_large")
+
+    play(scene())
+
+
+def test_bodies_have_a_limit_together() -> None:
+    async def scene() -> None:
+        headers = {"Content-Type": "application/json"}
+        limits = Limits(max_body_bytes=100, max_bodies_bytes=150)
+        engine = HeldEngine()
+        engine.hold()
+        async with open_service(limits, engine=engine) as server:
+            body = json.dumps({"prompt": "a", "max_tokens": 2}).encode().ljust(100)
+
+            async def ask(content: Any = body) -> httpx.Response:
+                return await server.client.post("/v1/completions", content=content, headers=headers)
+
+            held = asyncio.ensure_future(ask())
+            await server.wait_for(lambda: server.worker.num_open == 1)
+            for _ in range(2):
+                answer = await ask()
+                assert read_error(answer) == (429, "bodies_full")
+                assert int(answer.headers["Retry-After"]) >= 1
+            gone = Caller(server.app, "/v1/completions", prompt="a")
+            await gone.leave()
+            # small ones still fit, and what is refused no longer counts
+            fits = asyncio.ensure_future(ask(body.strip()))
+            await server.wait_for(lambda: server.worker.num_open == 2)
+            engine.let_go()
+            assert [(await each).status_code for each in (held, fits)] == [200, 200]
+            assert (await ask()).status_code == 200
+            assert server.app._num_bytes == 0
+        # one always fits
+        async with open_service(Limits(max_body_bytes=100, max_bodies_bytes=1)) as server:
+            assert (await ask()).status_code == 200
 
     play(scene())
 

@@ -15,11 +15,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from depthmix.serve.limits import Limits
-from depthmix.serve.problems import ServeError, StatusError
+from depthmix.serve.problems import BusyError, ServeError, StatusError
 
 # liveness checks need no key; the page asks for it, and holds nothing of the models
 OPEN_PATHS = frozenset({"/", "/health"})
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
+
+
+class GoneError(Exception):
+    """The client has closed its connection."""
 
 
 class Gate:
@@ -39,6 +43,8 @@ class Gate:
         asked for, only the names of this machine are answered.
         """
         self.app, self.limits, self.hosts = app, limits, hosts
+        self._most_bytes = max(limits.max_bodies_bytes, limits.max_body_bytes)
+        self._num_bytes = 0
         self._key = None if key is None else _digest(key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,6 +54,7 @@ class Gate:
                 await self.app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
+        body = b""
         try:
             self._check_head(scope)
             self._check_host(headers)
@@ -55,13 +62,16 @@ class Gate:
                 self._check_key(headers)
             if scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
                 body = await self._read_body(headers, receive)
-                if body is None:
-                    return
                 receive = _replay(body, receive)
         except ServeError as problem:
             await close_with(problem)(scope, receive, send)
             return
-        await self.app(scope, receive, send)
+        except GoneError:
+            return
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._num_bytes -= len(body)
 
     def _check_head(self, scope: Scope) -> None:
         # h11 has a limit only for a head that is not complete
@@ -95,8 +105,8 @@ class Gate:
                 code="invalid_api_key",
             )
 
-    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """All of the body; None where the client has gone."""
+    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """All of the body; it counts from here on."""
         most = self.limits.max_body_bytes
         length = headers.get(b"content-length", b"0")
         too_large = StatusError(
@@ -110,15 +120,25 @@ class Gate:
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return None
+                        raise GoneError
                     part = message.get("body", b"")
                     size += len(part)
+                    self._num_bytes += len(part)
                     if size > most:
                         raise too_large
+                    if self._num_bytes > self._most_bytes:
+                        raise BusyError(
+                            "the open requests are too large together: try again later",
+                            code="bodies_full",
+                        )
                     parts.append(part)
                     more = message.get("more_body", False)
-        except TimeoutError:
-            raise StatusError(408, "the body took too long to arrive", code="timeout") from None
+        except BaseException as error:
+            self._num_bytes -= size
+            if isinstance(error, TimeoutError):
+                slow = StatusError(408, "the body took too long to arrive", code="timeout")
+                raise slow from None
+            raise
         return b"".join(parts)
 
 

@@ -19,6 +19,8 @@ class Limits:
 
     max_body_bytes: int = 4 << 20
     """Largest body of a request."""
+    max_bodies_bytes: int = 256 << 20
+    """All bodies of open requests together, of which one always fits; more are answered 429."""
     max_prompt_tokens: int | None = None
     """Longest prompt; None leaves it to the model's max_seq_len."""
     max_n: int = 16

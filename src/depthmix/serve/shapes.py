@@ -272,6 +272,17 @@ class ChatWish(SamplingShape):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
+    def check_max_tokens(self) -> "ChatWish":
+        """Two names of one limit."""
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise PydanticCustomError(
+                "unsupported",
+                "'{name}' and 'max_tokens' differ, and mean the same: give one of them",
+                {"name": "max_completion_tokens"},
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_top_logprobs(self) -> "ChatWish":
         """They are returned beside the token's own."""
         if self.top_logprobs is not None and not self.logprobs:
@@ -285,7 +296,7 @@ class ChatWish(SamplingShape):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def count_tokens(self) -> int | None:
-        """The newer name counts."""
+        """By either name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
