@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from depthmix.checkpoint import load_weights
-from depthmix.cli import main
+from depthmix.cli import app, main
 from depthmix.eval.blocks import find_least_blocks
 from depthmix.eval.stream import read_texts
 from depthmix.models import foreign, open_model
 from depthmix.models.chat import Chat, read_chat, write_chat
+from depthmix.models.upcycle import DEFAULTS
 from depthmix.runs.folder import RunDir
 from foreign_models import write_foreign
 
@@ -199,3 +201,12 @@ def test_heal_by_adapters_then_use_it_as_any_run(
     weights = load_weights(healed)
     assert weights.keys() == load_weights(run).keys()
     assert weights.keys() == load_weights(tmp_path / "on").keys()
+
+
+def test_the_defaults_in_the_help_are_the_ones_that_count() -> None:
+    shown = {
+        parameter.name: parameter.show_default
+        for parameter in typer.main.get_command(app).commands["upcycle"].params  # pyrefly: ignore
+    }
+    for name in ("capacity", "every", "first_dense", "gate"):
+        assert shown[name] == str(DEFAULTS[f"routing.{name}"])

@@ -14,7 +14,11 @@ from depthmix.runs.folder import RunDir
 from foreign_models import make_foreign, write_foreign
 from text_runs import write_text_run
 
-ROUTING: dict[str, Any] = {"routing.capacity": 0.25, "routing.predictor_width": 8}
+ROUTING: dict[str, Any] = {
+    "routing.capacity": 0.25,
+    "routing.first_dense": 0,
+    "routing.predictor_width": 8,
+}
 
 
 @pytest.fixture(scope="module")

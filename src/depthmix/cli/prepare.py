@@ -66,7 +66,6 @@ def prepare(
     from depthmix.config import load_config
     from depthmix.data.prepare import prepare as prepare_data
     from depthmix.data.prepare import show_progress
-    from depthmix.units import format_count, format_number
 
     console = Console()
     with show_progress(console) as report:
@@ -86,11 +85,7 @@ def prepare(
             seed=seed,
             progress=report,
         )
-    parts = [
-        f"{name}: {format_number(split.num_tokens)} tokens in "
-        f"{format_count(split.num_documents, 'document')}"
-        for name, split in manifest.splits.items()
-    ]
+    parts = manifest.describe()
     next_command = f"depthmix train --data {shlex.quote(str(out))}"
     num_tokens, seq_len = manifest.splits["train"].num_tokens, load_config("demo").max_seq_len
     if num_tokens <= seq_len:

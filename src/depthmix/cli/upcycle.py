@@ -36,13 +36,18 @@ def upcycle(
     out: Annotated[Path, typer.Option(help="The new run's folder.", metavar="RUN")],
     fields: Fields = None,
     capacity: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Fraction of tokens that a routed block processes, a list of them, or a schedule."
+            help="Fraction of tokens that a routed block processes, a list of them, or a schedule.",
+            show_default="0.125",
         ),
-    ] = "0.125",
-    every: Annotated[int, typer.Option(help="Route every n-th block.")] = 2,
-    first_dense: Annotated[int, typer.Option(help="Leave this many first blocks dense.")] = 2,
+    ] = None,
+    every: Annotated[
+        int | None, typer.Option(help="Route every n-th block.", show_default="2")
+    ] = None,
+    first_dense: Annotated[
+        int | None, typer.Option(help="Leave this many first blocks dense.", show_default="2")
+    ] = None,
     least: Annotated[
         int | None,
         typer.Option(
@@ -60,11 +65,12 @@ def upcycle(
         str | None, typer.Option(help="For --least: cpu or cuda. Default: a GPU if there is one.")
     ] = None,
     gate: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Gate of routed blocks; tanh1 starts at 1, which leaves the model unchanged."
+            help="Gate of routed blocks; tanh1 starts at 1, which leaves the model unchanged.",
+            show_default="tanh1",
         ),
-    ] = "tanh1",
+    ] = None,
 ) -> None:
     """Turn a dense Llama, Mistral or Qwen into a routed model.
 
@@ -81,13 +87,14 @@ def upcycle(
     names, overrides = split_arguments(fields or [])
     if names:
         raise ValueError(f"'{names[0]}' is not a field: write FIELD=VALUE")
-    given: dict[str, Any] = {"routing.capacity": capacity, "routing.every": every}
-    given |= {"routing.first_dense": first_dense, "routing.gate": gate}
+    flags = {"capacity": capacity, "every": every, "first_dense": first_dense, "gate": gate}
+    given: dict[str, Any] = {f"routing.{n}": v for n, v in flags.items() if v is not None}
     if least is None:
         unused = [name for name, value in (("--text", text), ("--device", device)) if value]
         if unused:
-            flags = ", ".join(unused)
-            raise ValueError(f"{flags} needs --least: give the number of blocks to route")
+            raise ValueError(
+                f"{', '.join(unused)} needs --least: give the number of blocks to route"
+            )
     else:
         if not text:
             raise ValueError("--least needs --text, a file to measure the blocks on")
@@ -108,7 +115,7 @@ def upcycle(
         print(f"downloading {source} from the Hugging Face hub", file=sys.stderr)
         source = fetch_model(str(source))
     opened = open_model(source, max_seq_len=read_length(overrides))
-    with name_flags("capacity", "every", "first_dense", "gate", prefix="routing."):
+    with name_flags(*flags, prefix="routing."):
         if least is not None:
             check_upcycle(opened, out, given)
             given["routing.layers"] = choose_blocks(opened, least, text or [], device)

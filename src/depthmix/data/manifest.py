@@ -15,6 +15,7 @@ from typing import Any
 
 from depthmix.config import fields
 from depthmix.files import PART, hash_content, hash_file, parse_json, replace_file
+from depthmix.units import format_count, format_number
 
 FORMAT = "depthmix-data"
 VERSION = 1
@@ -84,6 +85,14 @@ class Manifest:
         tree = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
         # left out, so that the hash of an older folder stays the one that its runs recorded
         return {n: v for n, v in tree.items() if n != "tokenizer_sha256" or v is not None}
+
+    def describe(self) -> list[str]:
+        """Each split's size, in words."""
+        return [
+            f"{name}: {format_number(split.num_tokens)} tokens in "
+            f"{format_count(split.num_documents, 'document')}"
+            for name, split in self.splits.items()
+        ]
 
     def check_tokenizer(self, folder: Path) -> None:
         """Refuse a folder whose tokenizer is missing or did not make its ids."""

@@ -20,6 +20,9 @@ from depthmix.units import format_number
 # stream of SmolLM2 reaches 22,814
 DEFAULTS: dict[str, Any] = {
     "routing.strategy": "expert_choice",
+    "routing.capacity": 0.125,
+    "routing.every": 2,
+    "routing.first_dense": 2,
     "routing.gate": "tanh1",
     "routing.init_std": 0.0,
     "routing.normalize_input": True,
