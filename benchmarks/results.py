@@ -31,7 +31,16 @@ from depthmix.report.charts import (
     chart_time,
     number_colors,
 )
-from depthmix.report.figures import Cell, Chart, Grid, read_digest, save_image
+from depthmix.report.figures import (
+    Cell,
+    Chart,
+    Grid,
+    Panel,
+    Point,
+    Series,
+    read_digest,
+    save_image,
+)
 from depthmix.report.fit import (
     Fit,
     SizeMean,
@@ -425,9 +434,15 @@ def wrap(text: str) -> str:
     return "\n".join(lines).replace("\u00a0", " ") + "\n"
 
 
-def write_controls() -> str:
-    learned, dense = take_best("mod", 1.3e15), take_best("dense", 1.3e15)
-    plain = "controls/1.3e15"
+def list_controls() -> list[tuple[str, list[float], SizeMean]]:
+    """Ways to choose at 1.3e15, losses by seed, and the model: the best first, dense last."""
+    learned, plain = take_best("mod", 1.3e15), "controls/1.3e15"
+    # a model of before, which this version refuses: only its loss is left
+    (loss,) = (
+        record["loss"] if record["loss_causal"] is None else record["loss_causal"]
+        for record in read_lines(RUNS / "controls.jsonl")
+        if "early-exit" in record["run"]
+    )
     sizes = (
         ("learned, by the block (MoD)", learned),
         (
@@ -435,30 +450,45 @@ def write_controls() -> str:
             take_size(f"{plain}/mod-aux/w160-l12"),
         ),
         ("learned, by the token (token choice)", take_size(f"{plain}/token-choice/w160-l12")),
+        (
+            "early exit, first version: tokens that had left still passed every dense block",
+            steady(learned._replace(loss=loss, num_seeds=1, rows=())),
+        ),
         ("at random, with a learned gate", take_size(f"{plain}/stochastic/w160-l12")),
-        ("dense, 160 × 6", dense),
+        ("dense, 160 × 6", take_best("dense", 1.3e15)),
     )
+    return [(name, [row.judged for row in size.rows] or [loss], size) for name, size in sizes]
+
+
+def write_controls() -> str:
+    controls = list_controls()
+    (_, _, learned), (_, _, dense) = controls[0], controls[-1]
     rows = [
         [
             name,
-            say_losses(size),
+            ", ".join(f"{loss:.3f}" for loss in losses),
             f"{size.loss:.3f}",
             "" if size is learned else say_difference(size, learned),
             "" if size is dense else say_difference(size, dense),
         ]
-        for name, size in sizes
+        for name, losses, size in controls
     ]
-    # a model of before, which this version refuses: only its loss is left
-    (loss,) = (
-        record["loss"] if record["loss_causal"] is None else record["loss_causal"]
-        for record in read_lines(RUNS / "controls.jsonl")
-        if "early-exit" in record["run"]
-    )
-    single = steady(learned._replace(loss=loss, num_seeds=1))
-    against = (say_difference(single, each) for each in (learned, dense))
-    name = "early exit of before: tokens that left still passed every dense block"
-    rows.insert(3, [name, f"{loss:.3f}", f"{loss:.3f}", *against])
     return write_table(["choice", "loss", "mean", "against learned", "against dense"], rows)
+
+
+def chart_controls() -> Chart:
+    """Every seed of every way to choose, beside the dense model's mean."""
+    controls = list_controls()
+    series = [
+        Series(name.partition(" (`")[0], number, "dots", [Point(number + 1, y) for y in losses])
+        for number, (name, losses, _) in enumerate(controls)
+    ]
+    _, _, dense = controls[-1]
+    line = [Point(1, dense.loss), Point(len(controls), dense.loss)]
+    series.append(Series("", len(controls) - 1, "guide", line))
+    labels = "place in the list", "validation loss"
+    panel = Panel("1.3e15 training FLOPs (full)", *labels, series)
+    return Chart("controls", "Who chooses: a dot for each seed, a line at dense", "", [panel])
 
 
 def find_cells() -> dict[str, list[float]]:
@@ -720,6 +750,22 @@ def write_upcycle() -> str:
         )
     head = ["", "forward FLOPs", "loss (top-k)", "loss (causal)", "tokens kept"]
     return write_table([*head, "against the fair baseline"], rows)
+
+
+def chart_upcycle() -> Chart:
+    records = {record["run"]: record for record in read_lines(RUNS / "upcycle.jsonl")}
+    series = [
+        Series(
+            name,
+            number,
+            "dots",
+            [Point(100 * records[name]["forward_flops_share"], records[name]["loss_causal"])],
+        )
+        for number, name in enumerate(UPCYCLED)
+    ]
+    labels = "forward FLOPs, % of dense", "validation loss, causal"
+    panel = Panel("33 M tokens of healing, one seed", *labels, series)
+    return Chart("upcycle", "SmolLM2-135M, upcycled", "", [panel])
 
 
 PAGE_TOKENS = 16
@@ -1096,6 +1142,8 @@ def list_figures() -> list[Chart]:
         chart_relative_flops(fit_runs(every), number_colors(every)),
         chart_causal(routed, number_colors(routed)),
         chart_cells(),
+        chart_controls(),
+        chart_upcycle(),
         chart_experts(fit_runs(experts), number_colors(experts)),
         chart_time(last, fits, colors),
     ]

@@ -1,6 +1,7 @@
 """What results/ says: errors of models with few seeds, and marks on what is extrapolated."""
 
 import math
+import re
 
 import pytest
 import results
@@ -71,3 +72,15 @@ def test_missing_runs_are_those_without_a_record_of_their_convention() -> None:
     assert results.find_missing("isoflop", "gpu", 4e14) == []
     # its records count full FLOPs, and the plan executed ones
     assert len(results.find_missing("controls", "gpu", 1.3e15)) == 30
+
+
+def test_every_picture_of_the_pages_is_made_from_records() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in results.PAGES)
+    shown = set(re.findall(r"\]\((?:results/)?([\w-]+)\.png\)", pages))
+    assert shown == {chart.key for chart in results.list_figures()}
+
+
+def test_controls_show_each_seed() -> None:
+    (panel,) = results.chart_controls().panels
+    assert isinstance(panel, results.Panel)
+    assert [len(series.points) for series in panel.series] == [3, 1, 1, 1, 3, 3, 2]
