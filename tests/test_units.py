@@ -12,6 +12,7 @@ from depthmix.units import (
     format_number,
     format_power,
     format_seconds,
+    format_tflops,
 )
 
 
@@ -77,3 +78,11 @@ def test_nouns_are_counted() -> None:
 )
 def test_differences(percent: float, words: str) -> None:
     assert format_difference(percent) == words
+
+
+def test_speeds() -> None:
+    assert [format_tflops(x) for x in (3.1e14, 1.23e10, 1e6)] == [
+        "310 TFLOP/s",
+        "0.0123 TFLOP/s",
+        "1e-06 TFLOP/s",
+    ]

@@ -5,7 +5,7 @@ This module decides what is shown; training, sampling, report and trace are the 
 
 import dataclasses
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from depthmix.runs.losses import JUDGED, TRAINED, read_metric
 from depthmix.sample import start_sampler
 from depthmix.sample.show import Show
 from depthmix.train.launch import Launch, launch
-from depthmix.units import format_difference, format_power
+from depthmix.units import format_difference, format_number, format_power
 
 FLOPS = 2e12
 TWINS = ("dense", "mod")
@@ -246,21 +246,25 @@ def print_result(console: Console, dense: Trained, routed: Trained) -> None:
     for run in (dense, routed):
         table.add_column(run.name, justify="right", overflow="fold")
 
-    def add(label: str, pattern: str, *values: int | float | None) -> None:
-        told = ["" if value is None else pattern.format(value) for value in values]
-        table.add_row(label, *told)
+    def add(label: str, write: Callable[[Any], str], *values: int | float | None) -> None:
+        table.add_row(label, *("" if value is None else write(value) for value in values))
 
     runs = (dense, routed)
-    add("training FLOPs", "{:.2e}", *(run.last["flops"] for run in runs))
-    add("tokens seen", "{:,.0f}", *(run.last["tokens"] for run in runs))
-    add("tokens per second", "{:,.0f}", *(run.last["tokens_per_second"] for run in runs))
-    add("validation loss", "{:.3f}", *(read_metric(run.val, TRAINED) for run in runs))
-    add("  under causal routing", "{:.3f}", None, read_metric(routed.val, ("causal",)))
+    add("training FLOPs", format_power, *(run.last["flops"] for run in runs))
+    add("tokens seen", format_number, *(run.last["tokens"] for run in runs))
+    add("tokens per second", format_number, *(run.last["tokens_per_second"] for run in runs))
+    add("validation loss", "{:.3f}".format, *(read_metric(run.val, TRAINED) for run in runs))
+    add("  under causal routing", "{:.3f}".format, None, read_metric(routed.val, ("causal",)))
     bits = (read_metric(run.val, JUDGED, "bits_per_byte") for run in runs)
-    add("bits per byte", "{:.3f}", *bits)
+    add("bits per byte", "{:.3f}".format, *bits)
     speeds = [run.last["tokens_per_second"] for run in runs]
     # a run of one step has no speed
-    add("speed-up, measured", "{:.2f} x", None, speeds[1] / speeds[0] if all(speeds) else None)
+    add(
+        "speed-up, measured",
+        "{:.2f} x".format,
+        None,
+        speeds[1] / speeds[0] if all(speeds) else None,
+    )
     per_token = [run.last["flops"] / run.last["tokens"] for run in runs]
-    add("speed-up, by FLOPs", "{:.2f} x", None, per_token[0] / per_token[1])
+    add("speed-up, by FLOPs", "{:.2f} x".format, None, per_token[0] / per_token[1])
     console.print(table)

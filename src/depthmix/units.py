@@ -22,6 +22,11 @@ def format_flops(value: int | float) -> str:
     return f"{number} {unit}FLOP"
 
 
+def format_tflops(flops_per_second: int | float) -> str:
+    """A speed in the unit that GPUs are compared by: `310 TFLOP/s`."""
+    return f"{format_power(flops_per_second / 1e12)} TFLOP/s"
+
+
 def format_bytes(value: int | float) -> str:
     """Three digits and a binary unit: `12.6 MiB`."""
     return _scale(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))

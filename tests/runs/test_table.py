@@ -55,7 +55,7 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
     )
     assert json.loads(to_json([found])) == [found._asdict()]
     shown = render([found], width=300)
-    for cell in (str(run.path), "2/10", "finished", "2e15", "3.000", "3.250", "3.500", "2,000"):
+    for cell in (str(run.path), "2/10", "finished", "2e15", "3.000", "3.250", "3.500", "2.00 K"):
         assert cell in shown
     assert format_number(flops.num_parameters(MODEL).total) in shown
 

@@ -20,7 +20,7 @@ from depthmix.train.log import (
     REFRESH_SECONDS,
     Logger,
     SilentLogger,
-    format_fields,
+    list_fields,
 )
 
 
@@ -173,11 +173,28 @@ def test_plain_lines_are_few_and_plain(run: RunDir) -> None:
 
 
 def test_a_long_plain_line_is_one_line(run: RunDir) -> None:
-    logger, file = make_logger(run, description="d" * 150)
+    logger, file = make_logger(run)
     with logger:
-        logger.show(1, {"loss": 1.0})
+        logger.show(1, {"phase": "p" * 150})
         logger.say("s" * 150)
     assert [len(line) > 149 for line in file.getvalue().splitlines()] == [True, True]
+
+
+def test_a_plain_line_leaves_out_what_matters_less(run: RunDir) -> None:
+    clock = Clock()
+    fields = {"loss": 3.0, "tokens_per_second": 1e6, "flops_per_second": 3.1e14}
+    fields |= {"share_of_peak": 0.4, "routed": 0.125, "flops": 1.25e18, "flops_budget": 2.5e18}
+    logger, file = make_logger(run, clock=clock, description="60m-20261115", num_steps=20000)
+    with logger:
+        logger.show(10000, {"loss": 3.0})
+        # about a day is left, which ends on another one
+        clock.now += 100
+        logger.show(10010, fields)
+    short, full = file.getvalue().splitlines()
+    assert short.startswith("60m-20261115  step 10000/20000  loss 3.000  ppl ")
+    assert len(full) <= 100
+    assert full.startswith("step 10010/20000  loss 3.000  1.00 M tokens/s  ")
+    assert "  0:01:40  1 day, 3:45:00 left, ends " in full
 
 
 def test_the_estimate_leaves_out_the_first_step(run: RunDir) -> None:
@@ -264,14 +281,14 @@ def test_every_field_is_said_in_its_unit() -> None:
         "phase": "decay",
         "absent": None,
     }
-    assert format_fields(fields) == (
+    assert "  ".join(list_fields(fields).values()) == (
         "loss 2.000  ppl 7.389  1.23 M tokens/s  310 TFLOP/s  31.4% of peak  routed 12.5%  "
-        "1.25e+18 of 2.00e+18 FLOP  lr 0.0003  phase decay"
+        "1.25e18 of 2e18 FLOP  lr 0.0003  phase decay"
     )
-    assert format_fields({"flops": 1e15, "share_of_peak": None}) == "1.00e+15 FLOP"
-    assert format_fields({}) == ""
+    assert list_fields({"flops": 1e15, "share_of_peak": None}) == {"flops": "1e15 FLOP"}
+    assert list_fields({}) == {}
     for loss in (math.nan, math.inf, 1e6):
-        assert format_fields({"loss": loss}).startswith("loss ")
+        assert list_fields({"loss": loss})["loss"].startswith("loss ")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

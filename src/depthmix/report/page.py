@@ -384,7 +384,7 @@ def _list_runs(rows: Sequence[Row]) -> list[list[str]]:
                 "-" if row.loss_causal is None else f"{row.loss_causal:.4f}",
                 "-" if row.seed is None else f"{row.seed}",
                 "-" if row.seconds is None else format_seconds(row.seconds),
-                "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+                "-" if row.tokens_per_second is None else format_number(row.tokens_per_second),
             ]
         )
     return table if rows else []

@@ -126,14 +126,10 @@ def _list_cells(run: RunSummary) -> tuple[str, ...]:
         f"{run.step}/{run.num_steps or '?'}",
         run.state,
         "-" if run.flops is None else format_power(run.flops),
-        *(_format("{:.3f}", loss) for loss in losses),
-        _format("{:,.0f}", run.tokens_per_second),
+        *("-" if loss is None else f"{loss:.3f}" for loss in losses),
+        "-" if run.tokens_per_second is None else format_number(run.tokens_per_second),
         _format_age(run.started),
     )
-
-
-def _format(pattern: str, value: int | float | None) -> str:
-    return "-" if value is None else pattern.format(value)
 
 
 def _format_age(started: str) -> str:

@@ -11,7 +11,14 @@ from depthmix.config import RunConfig
 from depthmix.config.fields import flatten
 from depthmix.runs.folder import RunDir
 from depthmix.sweep.plan import PlannedRun
-from depthmix.units import format_count, format_estimate, format_flops, format_number, format_power
+from depthmix.units import (
+    format_count,
+    format_estimate,
+    format_flops,
+    format_number,
+    format_power,
+    format_tflops,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,7 +92,7 @@ def print_plan(
     told = f"{format_count(len(runs), 'run')}, {len(left)} to train, {format_flops(flops)}"
     told += f" ({', '.join(ways)})"
     if speed and left:
-        told += f", about {format_estimate(flops / speed)} at {speed / 1e12:.3g} TFLOP/s"
+        told += f", about {format_estimate(flops / speed)} at {format_tflops(speed)}"
         told += ", as the plan guesses" if is_guess else ""
     elif left:
         told += "; the time is known when a run has finished, or from --tflops"

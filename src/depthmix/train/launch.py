@@ -29,7 +29,7 @@ from depthmix.progress import READER_GONE, say
 from depthmix.runs.folder import RunDir, State, collect_provenance, name_run
 from depthmix.train.loop import Ending, Trainer
 from depthmix.train.memory import check_memory
-from depthmix.units import format_count, format_number
+from depthmix.units import format_count, format_number, format_power
 from depthmix.world import World, open_world
 
 
@@ -321,12 +321,12 @@ def _say_start(console: Console, trainer: Trainer) -> None:
     note = "" if run.train.trainable == "all" else f" ({format_number(learning)} trained)"
     num_steps = trainer.schedule.num_steps
     num_epochs = num_steps * run.tokens_per_step / trainer.loader.split.num_tokens
+    cost = f"{format_power(trainer.schedule.flops)} {run.train.flops_convention} FLOPs"
     say(
         console,
         f"{format_number(flops.num_parameters(run.model).total)} parameters{note}, "
         f"{format_count(num_steps, 'step')} of {run.train.batch_size} x {run.seq_len} tokens, "
-        f"{trainer.schedule.flops:.2e} {run.train.flops_convention} FLOPs; {corpus.folder}, "
-        f"{num_epochs:.2f} epochs; {trainer.folder.path}",
+        f"{cost}; {corpus.folder}, {num_epochs:.2f} epochs; {trainer.folder.path}",
     )
     if trainer.started:
         say(console, trainer.started)

@@ -23,12 +23,18 @@ from depthmix.files import replace_file
 from depthmix.progress import READER_GONE, say
 from depthmix.runs.folder import RunDir
 from depthmix.runs.losses import perplexity
-from depthmix.units import format_clock, format_number
+from depthmix.units import format_clock, format_number, format_power, format_tflops
 
 REFRESH_SECONDS = 0.25
 PLAIN_SECONDS = 10.0
 NUM_BINS = 32
 BAR_WIDTH, MIN_BAR_WIDTH, PADDING = 24, 4, 2
+
+# a line in a file or a pipe is at most so long: these parts of it are left out first
+PLAIN_WIDTH = 100
+LESS_IMPORTANT = (
+    *("description", "flops", "perplexity", "flops_per_second", "routed", "share_of_peak"),
+)
 
 # refreshes to measure the speed over: with fewer, one evaluation would change the estimate
 NUM_MARKS = 200
@@ -132,7 +138,7 @@ class Logger:
             self._wandb.log({f"router/{name}": chart}, step=step)
 
     def show(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Show the progress, if it is time to; see `format_fields` for the names."""
+        """Show the progress, if it is time to; see `list_fields` for the names."""
         self._latest = (step, fields)
         pause = PLAIN_SECONDS if self._live is None else REFRESH_SECONDS
         if self.clock() - self._drawn_at >= pause:
@@ -145,11 +151,11 @@ class Logger:
     def _draw(self, step: int, fields: Mapping[str, Any]) -> None:
         self._latest, self._drawn_at = None, self.clock()
         self._marks.append((self._drawn_at, step))
-        line, counted = format_fields(fields), f"{step}/{self.num_steps}"
+        parts, counted = list_fields(fields), f"{step}/{self.num_steps}"
         times = f"{format_clock(self._drawn_at - self._started_at)}{self._estimate_end(step)}"
         if self._live is None:
-            parts = (self.description, f"step {counted}", line, times)
-            self.say("  ".join(part for part in parts if part))
+            step_and_fields = {"step": f"step {counted}", **parts}
+            self.say(fit_line({"description": self.description, **step_and_fields, "times": times}))
             return
         # on a narrow terminal, shorten the bar first, then the name
         room = self.console.width - len(counted) - len(times) - 3 * PADDING
@@ -163,7 +169,7 @@ class Logger:
         grid.add_row(name, bar, Text(counted), Text(times))
         with suppress(*READER_GONE):
             # cut to the terminal's width: another line would push the bar up at each refresh
-            status = Text(line, no_wrap=True, overflow="ellipsis")
+            status = Text("  ".join(parts.values()), no_wrap=True, overflow="ellipsis")
             self._live.update(Group(grid, status), refresh=True)
 
     def _estimate_end(self, step: int) -> str:
@@ -236,7 +242,7 @@ class SilentLogger:
         """Nothing."""
 
 
-def format_fields(fields: Mapping[str, Any]) -> str:
+def list_fields(fields: Mapping[str, Any]) -> dict[str, str]:
     """A step's numbers as text, in a fixed order: known names with units, others as they are.
 
     Known are loss, tokens_per_second, flops_per_second, share_of_peak, routed, flops and
@@ -244,22 +250,31 @@ def format_fields(fields: Mapping[str, Any]) -> str:
     """
     words = {name: value for name, value in fields.items() if isinstance(value, str)}
     rest = {n: float(v) for n, v in fields.items() if v is not None and n not in words}
-    parts = []
+    parts = {}
     if (loss := rest.pop("loss", None)) is not None:
-        parts += [f"loss {loss:.3f}", f"ppl {perplexity(loss):.4g}"]
-    if (speed := rest.pop("tokens_per_second", None)) is not None:
-        parts.append(f"{format_number(speed)} tokens/s")
-    if (speed := rest.pop("flops_per_second", None)) is not None:
-        parts.append(f"{speed / 1e12:.3g} TFLOP/s")
-    if (share := rest.pop("share_of_peak", None)) is not None:
-        parts.append(f"{share:.1%} of peak")
-    if (share := rest.pop("routed", None)) is not None:
-        parts.append(f"routed {share:.1%}")
-    spent, budget = rest.pop("flops", None), rest.pop("flops_budget", None)
-    if spent is not None:
-        parts.append(f"{spent:.2e}" + (f" of {budget:.2e}" if budget else "") + " FLOP")
+        parts |= {"loss": f"loss {loss:.3f}", "perplexity": f"ppl {perplexity(loss):.4g}"}
+    budget = rest.pop("flops_budget", None)
+    known: dict[str, Callable[[float], str]] = {
+        "tokens_per_second": lambda speed: f"{format_number(speed)} tokens/s",
+        "flops_per_second": format_tflops,
+        "share_of_peak": lambda share: f"{share:.1%} of peak",
+        "routed": lambda share: f"routed {share:.1%}",
+        "flops": lambda spent: (
+            f"{format_power(spent)}{f' of {format_power(budget)}' if budget else ''} FLOP"
+        ),
+    }
+    parts |= {name: write(rest.pop(name)) for name, write in known.items() if name in rest}
     others = {name: f"{value:.4g}" for name, value in rest.items()} | words
-    return "  ".join((*parts, *(f"{name} {value}" for name, value in others.items())))
+    return parts | {name: f"{name} {value}" for name, value in others.items()}
+
+
+def fit_line(parts: Mapping[str, str]) -> str:
+    """Parts of a line for a file or a pipe, without the less important ones if it is too long."""
+    shown = {name: part for name, part in parts.items() if part}
+    for name in LESS_IMPORTANT:
+        if len("  ".join(shown.values())) > PLAIN_WIDTH:
+            shown.pop(name, None)
+    return "  ".join(shown.values())
 
 
 def _list_numbers(tag: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -17,7 +17,13 @@ import torch
 from depthmix import flops
 from depthmix.config import ModelConfig, Recipe, RunConfig, num_kept
 from depthmix.kernels.cross_entropy import CHUNK_TOKENS
-from depthmix.units import format_bytes, format_count, format_number, format_seconds
+from depthmix.units import (
+    format_bytes,
+    format_count,
+    format_number,
+    format_seconds,
+    format_tflops,
+)
 from depthmix.world import World
 
 if TYPE_CHECKING:
@@ -335,7 +341,7 @@ def print_estimates(
         f"{total} parameters, {run.train.batch_size} x {run.seq_len} tokens per step; "
         f"nothing here was measured on GPUs",
         table,
-        f"Assumed: {cluster.flops_per_second / 1e12:g} TFLOP/s per GPU, nodes of "
+        f"Assumed: {format_tflops(cluster.flops_per_second)} per GPU, nodes of "
         f"{cluster.gpus_per_node}, {cluster.nvlink_bytes_per_second / 1e9:g} GB/s inside, "
         f"{cluster.network_bytes_per_second / 1e9:g} GB/s of network per GPU. A total fits "
         f"if it is at most 90 % of the GPU. Activations are an estimate.",
