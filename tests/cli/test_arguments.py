@@ -2,7 +2,13 @@
 
 import pytest
 
-from depthmix.cli.arguments import name_missing_extra, read_length, split_arguments
+from depthmix.cli.arguments import (
+    check_counts,
+    name_flags,
+    name_missing_extra,
+    read_length,
+    split_arguments,
+)
 
 
 def test_a_missing_package_is_named() -> None:
@@ -30,3 +36,14 @@ def test_fields_by_their_old_names() -> None:
     }
     with pytest.raises(ValueError, match=r"write '--train.clip 3' as train.max_grad_norm=3"):
         split_arguments(["--train.clip", "3"], train=True)
+
+
+def test_counts_and_renamed_flags_are_named() -> None:
+    check_counts(batch=1, cache_tokens=None)
+    with pytest.raises(ValueError, match=r"^--cache-tokens 0 must be at least 1$"):
+        check_counts(batch=1, cache_tokens=0)
+    with (
+        pytest.raises(ValueError, match=r"^--jobs 0 must be at least 1, not steps = 3$"),
+        name_flags("seq_len", jobs="num_jobs"),
+    ):
+        raise ValueError("num_jobs = 0 must be at least 1, not steps = 3")

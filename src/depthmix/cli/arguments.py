@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
     from depthmix.config import ModelConfig
+    from depthmix.infer import SamplingParams
 
 # in the order of use
 SECTIONS: Mapping[str, tuple[str, ...]] = {
@@ -114,6 +115,22 @@ Selector = Annotated[
         show_default="the trained head",
     ),
 ]
+# the same where texts are only scored
+ScoringSelector = Annotated[
+    str | None,
+    typer.Option(
+        help="How tokens are routed: by predictor or router, by topk, which sees the future and "
+        "cannot generate, or all to skip nothing.",
+        show_default="the trained head",
+    ),
+]
+Seed = Annotated[
+    int | None, typer.Option(help="The same seed gives the same text. Default: a new one.")
+]
+Color = Annotated[
+    bool, typer.Option("--color", help="Shade each token by the routed blocks it used.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, with all numbers in full.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")]
 
 
@@ -214,6 +231,23 @@ def name_flags(*fields: str, prefix: str = "", **others: str) -> Iterator[None]:
         raise ValueError(message) from error
 
 
+def check_counts(**counts: int | None) -> None:
+    """Refuse flags with a number below 1; None was not given."""
+    from depthmix.config.fields import Count, check_value
+
+    with name_flags(*counts):
+        for name, count in counts.items():
+            check_value(name, count, Count)
+
+
+def make_params(**options: Any) -> "SamplingParams":
+    """The sampling parameters of flags with the same names."""
+    from depthmix.infer import SamplingParams
+
+    with name_flags(*options):
+        return SamplingParams(**options)
+
+
 def check_device(device: str | None) -> None:
     """Refuse an unknown --device; None means to choose one."""
     if device == "mps":
@@ -290,7 +324,7 @@ def trace_text(
     from depthmix.progress import show_bar
 
     model = open_model(path, checkpoint=checkpoint, tokenizer=tokenizer)
-    with show_bar(Console(stderr=True), gone=True) as bar:
+    with name_flags("max_tokens"), show_bar(Console(stderr=True), gone=True) as bar:
         return trace_model(
             model,
             words,

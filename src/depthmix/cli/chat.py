@@ -10,6 +10,7 @@ import typer
 
 from depthmix.cli.arguments import (
     Checkpoint,
+    Color,
     Device,
     FrequencyPenalty,
     MinP,
@@ -17,6 +18,7 @@ from depthmix.cli.arguments import (
     PlainCommand,
     PresencePenalty,
     RepetitionPenalty,
+    Seed,
     Selector,
     Temperature,
     TokenizerPlace,
@@ -25,7 +27,7 @@ from depthmix.cli.arguments import (
     app,
     check_device,
     check_selector,
-    name_flags,
+    make_params,
 )
 
 
@@ -41,12 +43,8 @@ def chat(
     repetition_penalty: RepetitionPenalty = 1.0,
     frequency_penalty: FrequencyPenalty = 0.0,
     presence_penalty: PresencePenalty = 0.0,
-    seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same answers. Default: a new one.")
-    ] = None,
-    color: Annotated[
-        bool, typer.Option("--color", help="Shade each token by the routed blocks it used.")
-    ] = False,
+    seed: Seed = None,
+    color: Color = False,
     selector: Selector = None,
     checkpoint: Checkpoint = None,
     tokenizer: TokenizerPlace = None,
@@ -63,17 +61,22 @@ def chat(
       depthmix chat runs/demo-20261115-142233 --color
     """
     check_device(device)
-    from depthmix.infer import SamplingParams
     from depthmix.models import open_model
     from depthmix.progress import show_line
     from depthmix.sample import start_sampler
     from depthmix.sample.talk import Talk
 
-    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k}
-    options |= {"top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
-    options |= {"frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty}
-    with name_flags(*options):
-        params = SamplingParams(**options, seed=seed)
+    params = make_params(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        seed=seed,
+    )
     opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)
     check_selector(opened.config, selector)
     sampler = start_sampler(opened, device=device, selector=selector, max_batch=1)

@@ -6,6 +6,7 @@ import typer
 
 from depthmix.cli.arguments import (
     FIELDS_ALLOWED,
+    AsJson,
     FieldsCommand,
     app,
     name_flags,
@@ -27,9 +28,7 @@ def describe(
         int | None,
         typer.Option(help="Tokens per sequence. Default: each model's max_seq_len."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print raw numbers and full configurations as JSON.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show models side by side, in numbers.
 

@@ -7,9 +7,11 @@ from typing import Annotated
 import typer
 
 from depthmix.cli.arguments import (
+    AsJson,
     Device,
     ModelPath,
     PlainCommand,
+    ScoringSelector,
     TokenizerPlace,
     app,
     check_device,
@@ -62,13 +64,7 @@ def evaluate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Use the model's chat template for tasks.")
     ] = False,
-    selector: Annotated[
-        str | None,
-        typer.Option(
-            help="How tokens are routed in tasks: by predictor, router or topk, or all.",
-            show_default="the trained head",
-        ),
-    ] = None,
+    selector: ScoringSelector = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Read at most this many tokens. Default: all.")
     ] = None,
@@ -78,11 +74,12 @@ def evaluate(
     batch: Annotated[int, typer.Option(help="Windows or questions per batch.")] = 8,
     tokenizer: TokenizerPlace = None,
     device: Device = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure a model on text and on tasks.
 
-    Top-k routing sees future tokens; the causal loss is the one that generation gets.
+    Top-k routing sees future tokens; the causal loss is the one that generation gets. Texts are
+    measured under both; --selector is for tasks.
 
     \b
     For example:

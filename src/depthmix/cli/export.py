@@ -9,6 +9,7 @@ from depthmix.cli.arguments import (
     Checkpoint,
     ModelPath,
     PlainCommand,
+    ScoringSelector,
     TokenizerPlace,
     app,
     check_selector,
@@ -28,13 +29,7 @@ def export(
             "--no-tokenizer", help="Leave out the tokenizer, for a run trained on token ids."
         ),
     ] = False,
-    selector: Annotated[
-        str | None,
-        typer.Option(
-            help="How tokens are routed outside training: by predictor, router or topk, or all.",
-            show_default="the trained head",
-        ),
-    ] = None,
+    selector: ScoringSelector = None,
 ) -> None:
     """Write a folder that Hugging Face transformers opens.
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli.arguments import FIELDS_ALLOWED, RunFieldsCommand, app, split_arguments
+from depthmix.cli.arguments import FIELDS_ALLOWED, AsJson, RunFieldsCommand, app, split_arguments
 
 
 @app.command(cls=RunFieldsCommand, context_settings=FIELDS_ALLOWED)
@@ -36,7 +36,7 @@ def plan_memory(
     nvlink: Annotated[
         float, typer.Option(help="NVLink inside a node in Gbit/s, for each GPU, one way.")
     ] = 3600,
-    as_json: Annotated[bool, typer.Option("--json", help="Print raw numbers as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Estimate the memory and time of training on many GPUs.
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli.arguments import PlainCommand, app
+from depthmix.cli.arguments import AsJson, PlainCommand, app
 
 
 @app.command(cls=PlainCommand)
@@ -13,7 +13,7 @@ def runs(
     folder: Annotated[
         Path, typer.Argument(help="A run, or a folder to search for runs.", metavar="FOLDER")
     ] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List runs in a table, with progress and losses.
 

@@ -4,12 +4,14 @@ import random
 import re
 import shlex
 import sys
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Annotated
 
 import typer
 
 from depthmix.cli.arguments import (
     Checkpoint,
+    Color,
     Device,
     FrequencyPenalty,
     MinP,
@@ -17,15 +19,17 @@ from depthmix.cli.arguments import (
     PlainCommand,
     PresencePenalty,
     RepetitionPenalty,
+    Seed,
     Selector,
     Temperature,
     TokenizerPlace,
     TopK,
     TopP,
     app,
+    check_counts,
     check_device,
     check_selector,
-    name_flags,
+    make_params,
     read_file,
 )
 
@@ -71,10 +75,7 @@ def sample(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Continue after the end of a document.")
     ] = False,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="The same seed gives the same text. Default: a new one."),
-    ] = None,
+    seed: Seed = None,
     selector: Selector = None,
     stream: Annotated[
         bool | None,
@@ -84,9 +85,7 @@ def sample(
             show_default="on a terminal",
         ),
     ] = None,
-    color: Annotated[
-        bool, typer.Option("--color", help="Shade each token by the routed blocks it used.")
-    ] = False,
+    color: Color = False,
     echo: Annotated[bool, typer.Option("--echo/--no-echo", help="Print the prompts, too.")] = True,
     logprobs: Annotated[
         int | None,
@@ -114,8 +113,7 @@ def sample(
     """
     # check the arguments first: torch takes seconds to load
     check_device(device)
-    if batch < 1:
-        raise ValueError(f"--batch {batch} must be at least 1")
+    check_counts(batch=batch)
     if as_json and color:
         raise ValueError("--json prints no colours, but the depth of each token: leave out --color")
     if logprobs is not None and not as_json:
@@ -126,7 +124,6 @@ def sample(
         offer = shlex.join(["depthmix", "chat", str(model)])
         print(f"without --prompt a new document begins; to talk with it: {offer}", file=sys.stderr)
     texts = read_prompts(prompt, file, keep_newline=keep_newline)
-    from depthmix.infer import SamplingParams
     from depthmix.interrupt import Interrupt
     from depthmix.models import open_model
     from depthmix.models.chat import list_ends
@@ -134,22 +131,28 @@ def sample(
     from depthmix.sample import start_sampler
     from depthmix.sample.show import Show
 
-    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k}
-    options |= {"top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
-    options |= {"frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty}
-    # drawn here, so that it can be printed
-    chosen_seed = random.SystemRandom().getrandbits(31) if seed is None else seed
-    stops = [read_escapes(text) for text in stop or []]
-    options |= {"stop": stops, "n": n, "seed": chosen_seed, "logprobs": logprobs}
-    with name_flags(*options):
-        params = SamplingParams(**options)
+    params = make_params(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        stop=[read_escapes(text) for text in stop or []],
+        logprobs=logprobs,
+        n=n,
+        # drawn here, so that it can be printed
+        seed=random.SystemRandom().getrandbits(31) if seed is None else seed,
+    )
     opened = open_model(model, checkpoint=checkpoint, tokenizer=tokenizer)
     check_selector(opened.config, selector)
     size = min(batch, n * len(texts))
     sampler = start_sampler(opened, device=device, selector=selector, max_batch=size)
     if not ignore_eos:
         ends = list_ends(sampler.vocabulary.end_token)
-        params = SamplingParams(**options, stop_tokens=ends)
+        params = replace(params, stop_tokens=ends)
     if stream is None:
         stream = sys.stdout.isatty() and n * len(texts) == 1
     show = Show(sampler, texts, params, stream=stream, color=color, echo=echo, as_json=as_json)

@@ -13,6 +13,7 @@ from depthmix.cli.arguments import (
     Selector,
     TokenizerPlace,
     app,
+    check_counts,
     check_device,
     name_flags,
     name_missing_extra,
@@ -113,9 +114,7 @@ def serve(
     """
     # check the arguments first: torch takes seconds to load
     check_device(device)
-    for option, value in (("--batch", batch), ("--cache-tokens", cache_tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"{option} {value} must be at least 1")
+    check_counts(batch=batch, cache_tokens=cache_tokens)
     with name_missing_extra("serve"):
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401

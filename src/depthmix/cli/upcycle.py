@@ -12,6 +12,7 @@ from depthmix.cli.arguments import (
     Fields,
     FieldsCommand,
     app,
+    check_counts,
     check_device,
     name_flags,
     read_length,
@@ -100,8 +101,7 @@ def upcycle(
             raise ValueError("--least needs --text, a file to measure the blocks on")
         if "routing.layers" in overrides:
             raise ValueError("give --least or routing.layers, not both")
-        if least < 1:
-            raise ValueError(f"--least {least} must be at least 1")
+        check_counts(least=least)
     from depthmix.models import open_model
     from depthmix.models.hub import fetch_model, is_hub_name
     from depthmix.models.upcycle import SHOWN_LENGTH, check_upcycle

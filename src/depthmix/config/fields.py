@@ -106,10 +106,14 @@ def coerce(config: Any, prefix: str = "") -> None:
 def check_bounds(config: Any) -> None:
     """Refuse numbers outside of their fields' bounds; types are neither checked nor converted."""
     for name, declared in field_types(type(config)).items():
-        value = getattr(config, name)
-        if value is not None:
-            for option in _list_options(declared):
-                _check(option, value, name)
+        check_value(name, getattr(config, name), declared)
+
+
+def check_value(name: str, value: Any, declared: Any) -> None:
+    """Refuse a number outside of the bounds of an annotated type, such as `Count`; None passes."""
+    if value is not None:
+        for option in _list_options(declared):
+            _check(option, value, name)
 
 
 def override(config: C, overrides: Mapping[str, Any]) -> C:

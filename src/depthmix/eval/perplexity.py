@@ -13,6 +13,7 @@ from torch import Tensor
 
 from depthmix import flops
 from depthmix.config import ModelConfig
+from depthmix.config.fields import Count, check_value
 from depthmix.eval.stream import Padded, Stream, Window, cut_windows, pad_rows
 from depthmix.infer.scores import compute_hidden, iterate_logits
 from depthmix.nn import Transformer
@@ -37,6 +38,8 @@ def measure_stream(
     its training's, and `causal`, where it has a head for it.
     """
     config = model.config
+    check_value("seq_len", seq_len, Count)
+    check_value("batch_size", batch_size, Count)
     length = min(seq_len or config.max_seq_len, config.max_seq_len)
     if len(stream.tokens) < 2:
         raise ValueError("the text has nothing to predict: give one of at least two tokens")
@@ -45,10 +48,6 @@ def measure_stream(
             f"the text has token {max(stream.tokens)}, but the model has {config.vocab_size}: "
             f"use the model's own tokenizer"
         )
-    if seq_len is not None and seq_len < 1:
-        raise ValueError(f"seq_len = {seq_len} must be at least 1")
-    if batch_size < 1:
-        raise ValueError(f"batch_size = {batch_size} must be at least 1")
     end_token = stream.end_token if document_mask else None
     num_predicted = len(stream.tokens) - 1
     per_token = None if stream.num_bytes is None else stream.num_bytes / num_predicted

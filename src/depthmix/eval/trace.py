@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthmix.config import STRATEGIES, ModelConfig
+from depthmix.config.fields import Count, check_value
 from depthmix.eval.stream import Window, cut_windows
 from depthmix.infer.scores import compute_hidden, iterate_logits
 from depthmix.infer.text import TextStream
@@ -37,8 +38,7 @@ def trace_model(
     kind = choose_device(device)
     vocabulary = model.vocabulary
     # a text that cannot be traced is refused before weights are read
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"--max-tokens {max_tokens} must be at least 1")
+    check_value("max_tokens", max_tokens, Count)
     tokens = vocabulary.tokenize(words)[:max_tokens]
     check_tokens(tokens, model.config)
     recipe: dict[str, Any] = {} if model.run is None else model.run.read_config().get("train", {})

@@ -1,7 +1,8 @@
 """A conversation with a model: its history, the part that still fits, and its commands."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from depthmix.infer import SamplingParams
@@ -18,18 +19,18 @@ from depthmix.sample.show import (
     summarize,
 )
 
-# the settings that `/settings` changes, and their types
-SETTINGS: Mapping[str, Callable[[str], Any]] = {
-    "max_tokens": int,
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "repetition_penalty": float,
-    "frequency_penalty": float,
-    "presence_penalty": float,
-    "seed": int,
-}
+# the sampling parameters that `/settings` changes
+SETTINGS = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+)
 NONE = "none"
 
 HELP = """\
@@ -221,10 +222,15 @@ class Talk:
                 raise ValueError(f"unknown setting {name}: the settings are {', '.join(SETTINGS)}")
             if not equals:
                 raise ValueError(f"{name} has no value: write /settings {name}=VALUE")
-            try:
-                is_none = name == "seed" and value == NONE
-                changes[name] = None if is_none else SETTINGS[name](value)
-            except ValueError:
-                raise ValueError(f"{name}={value} does not fit: it must be a number") from None
+            is_none = name == "seed" and value == NONE
+            changes[name] = None if is_none else _read_number(name, value)
         self.params = dataclasses.replace(self.params, **changes)
         return self._list_settings()
+
+
+def _read_number(name: str, text: str) -> int | float:
+    """A number, whole where it is written so; `SamplingParams` knows which it has to be."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    raise ValueError(f"{name}={text} does not fit: it must be a number")
