@@ -165,7 +165,7 @@ def test_two_models_race(browser: Any) -> None:
         assert "dense: all 4 blocks" in tab.lane(1).inner_text()
         tallies = " ".join(tab.page.locator(".tally").all_inner_texts())
         # who is first by how much is the machine's affair
-        assert tallies.count("9 tokens") == 2
+        assert tallies.count("9 tokens ·") == 2
         # the twin cannot chat, so both cannot; the first one alone can
         chat = tab.page.locator("#modes input[value=chat]")
         assert chat.is_disabled()
@@ -255,6 +255,113 @@ def test_hostile_text_does_nothing(browser: Any) -> None:
         assert tab.page.evaluate("window.hit") is None
         assert tab.page.locator("img").count() == 0
         assert tab.page.locator("script").count() == 1
+
+
+def test_a_message_that_fails_can_be_sent_again(browser: Any) -> None:
+    engine = HeldEngine()
+
+    def fail(step: int) -> None:
+        if step == 1:
+            raise RuntimeError("no")
+
+    engine.fail = fail
+    with run_server(pairs=[(make_served(), engine)]) as running:
+        tab = Tab(browser, running)
+        tab.page.locator("#modes input[value=chat]").check(force=True)
+        tab.send("hello", max_tokens=3)
+        tab.page.get_by_role("alert").wait_for()
+        tab.wait_idle()
+        assert tab.page.locator("#prompt").input_value() == "hello"
+        tab.page.locator("#prompt").press("Enter")
+        tab.lane().locator("[data-i]").first.wait_for(state="attached")
+        tab.wait_idle()
+        assert tab.page.locator("#prompt").input_value() == ""
+        tab.page.close()
+        # the browser's own words on an answer that is no success
+        assert all("500" in problem for problem in tab.problems)
+
+
+def test_meters_go_on_after_an_answer_that_breaks_off(browser: Any) -> None:
+    with run_server() as running, open_tab(browser, running) as tab:
+        tab.wait_idle()
+        tab.page.evaluate(
+            """() => {
+                const { text } = Response.prototype;
+                let left = 1;
+                Response.prototype.text = function () {
+                    const fails = new TypeError("network error");
+                    return left-- > 0 ? Promise.reject(fails) : text.call(this);
+                };
+            }"""
+        )
+        state = tab.page.locator("#state")
+        state.filter(has_text="the connection was lost").wait_for()
+        state.filter(has_text="connected").wait_for()
+        tab.send("a", max_tokens=3, seed=1)
+        assert tab.read_meter() != "0 %"
+
+
+def test_a_browser_keeps_to_the_pages_policy(browser: Any) -> None:
+    with run_server() as running:
+        tab = Tab(browser, running)
+        tab.wait_idle()
+        broken = tab.page.evaluate(
+            """async () => {
+                const broken = [], tell = (event) => broken.push(event.effectiveDirective);
+                document.addEventListener("securitypolicyviolation", tell);
+                const add = (name, text) => {
+                    const node = document.createElement(name);
+                    node.append(text);
+                    document.body.append(node);
+                };
+                const tries = [
+                    () => { document.body.innerHTML = "<b>"; },
+                    () => add("script", "window.hit = 1"),
+                    () => add("style", "body { color: red }"),
+                    () => { setTimeout("window.hit = 1"); },
+                    () => { new Image().src = "http://127.0.0.1:1/"; },
+                    () => fetch("http://127.0.0.1:1/"),
+                ];
+                // an event says what was refused, whether or not it throws
+                for (const each of tries) try { await each(); } catch {}
+                await new Promise((resolve) => setTimeout(resolve, 100));
+                return broken;
+            }"""
+        )
+        kinds = {"require-trusted-types-for", "style-src-elem", "connect-src", "img-src"}
+        assert set(broken) >= kinds
+        assert tab.page.evaluate("window.hit") is None
+        tab.page.close()
+
+
+def test_two_models_fit_a_phone(browser: Any) -> None:
+    pairs = [(make_served(), HeldEngine()), make_twin()]
+    with run_server(pairs=pairs) as running, open_tab(browser, running, **PHONE) as tab:
+        tab.wait_idle()
+        tab.page.locator("#ignore_eos").evaluate("node => { node.checked = true; }")
+        tab.send("once upon", max_tokens=200, seed=4)
+        tab.page.locator("#settings").evaluate("node => node.parentElement.open = false")
+        tab.wait_idle()
+        width, height = PHONE["viewport"]["width"], PHONE["viewport"]["height"]
+        assert tab.page.evaluate("document.documentElement.scrollWidth") == width
+        boxes = [tab.lane(n).locator(".text").bounding_box() for n in (0, 1)]
+        ask = tab.page.locator("#ask").bounding_box()
+        # one above the other, and the prompt below both
+        assert boxes[0]["y"] + boxes[0]["height"] <= boxes[1]["y"]
+        assert boxes[1]["y"] + boxes[1]["height"] <= ask["y"]
+        assert ask["y"] + ask["height"] <= height
+        for number, box in enumerate(boxes):
+            # some lines can be read, of which the last is the newest
+            assert box["height"] > 100
+            assert box["width"] > 0.9 * width
+            last = tab.lane(number).locator(".tally").bounding_box()
+            assert last["y"] + last["height"] <= box["y"] + box["height"] + 1
+            for meter in tab.lane(number).locator(".meters > div").all():
+                edges = meter.bounding_box()
+                assert edges["x"] >= 0
+                assert edges["x"] + edges["width"] <= width
+        tab.lane(1).locator("[data-i='199']").tap()
+        assert "Token 199" in tab.page.locator("#card").inner_text()
 
 
 def test_a_key_is_asked_for_and_kept_in_memory_only(browser: Any) -> None:
