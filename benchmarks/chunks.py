@@ -132,7 +132,7 @@ def time_graph(function: Callable[[], object]) -> float:
     return statistics.median(time_steps(graph.replay, "cuda", NUM_REPLAYS)) / NUM_CALLS
 
 
-def tell(case: Case, name: str, microseconds: float) -> None:
+def print_time(case: Case, name: str, microseconds: float) -> None:
     rate = case.num_flops / microseconds / 1e6
     print(f"| {case} | {name} | {microseconds:.1f} | {rate:.0f} |", flush=True)
 
@@ -154,7 +154,7 @@ def compare_tunings(case: Case, tunings: list[ChunkTuning]) -> dict[ChunkTuning,
             continue
         assert error < 1e-2, f"{name}: relative error {error}"
         times[tuning] = time_graph(lambda tuning=tuning: case.attend(tuning))
-        tell(case, name, times[tuning])
+        print_time(case, name, times[tuning])
     chosen = chunks.choose_tuning(torch.bfloat16, case.width, case.num_heads, case.num_places)
     print(f"| {case} | chosen: {tuple(chosen)} | | |", flush=True)
     return times
@@ -169,7 +169,7 @@ def compare_torch(case: Case) -> None:
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         try:
             with sdpa_kernel(backend):
-                tell(case, f"torch, {backend.name.lower()}", time_graph(attend))
+                print_time(case, f"torch, {backend.name.lower()}", time_graph(attend))
         except RuntimeError as problem:
             print(f"| {case} | torch, {backend.name.lower()} | {type(problem).__name__} | |")
 

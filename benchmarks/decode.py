@@ -313,9 +313,9 @@ def main() -> None:
         if not args.cpu:
             bench.measure_ideals(name)
     print_tables(bench.rows)
-    told = f", {torch.get_num_threads()} threads" if args.cpu else ""
-    told += f", torch {torch.__version__}, Python {platform.python_version()}"
-    print(f"{name_device(bench.device)}{told}")
+    text = f", {torch.get_num_threads()} threads" if args.cpu else ""
+    text += f", torch {torch.__version__}, Python {platform.python_version()}"
+    print(f"{name_device(bench.device)}{text}")
     sys.exit(f"{bench.num_failed} parts failed" if bench.num_failed else 0)
 
 

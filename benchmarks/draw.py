@@ -123,16 +123,16 @@ def time_case(case: Case) -> tuple[float, list[list[float]]]:
     end.record()
     torch.cuda.synchronize()
     total = 1e3 * start.elapsed_time(end) / (REPLAYS * STEPS)
-    with profile(activities=[ProfilerActivity.CUDA]) as told:
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(2):
             graph.replay()
         torch.cuda.synchronize()
-    events = [e for e in told.events() if e.device_type == DeviceType.CUDA and e.name in KERNELS]
+    events = [e for e in found.events() if e.device_type == DeviceType.CUDA and e.name in KERNELS]
     own = [[e.time_range.elapsed_us() for e in events if e.name == name] for name in KERNELS]
     return total, own[: case.num_kernels]
 
 
-def tell_kernel(times: list[float]) -> str:
+def format_kernel(times: list[float]) -> str:
     if not times:
         return "?".rjust(14)
     return f"{statistics.median(times):6.1f} ({max(times):5.1f})"
@@ -149,7 +149,7 @@ def measure(num_places: int, vocab: int) -> int:
             own_wrong = count_wrong(case)
             wrong += own_wrong
             total, kernels = time_case(case)
-            words = " ".join(tell_kernel(times) for times in kernels)
+            words = " ".join(format_kernel(times) for times in kernels)
             mark = f"  {own_wrong} WRONG" if own_wrong else ""
             print(f"{num_places:4} {vocab:6} {kind:9}{name:12}{total:7.1f} {words}{mark}")
     return wrong

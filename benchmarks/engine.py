@@ -213,8 +213,8 @@ def time_generate(
         prompts, made = draw_tokens(engine.config, lengths, len(times)), []
         call = partial(keep_results, made, engine.generate, prompts, params)
         times.append(time_call(call, device))
-        told = [len(result.samples[0].tokens) for result in made]
-        assert told == [wish.max_tokens for wish in params], "a request ended early"
+        counts = [len(result.samples[0].tokens) for result in made]
+        assert counts == [wish.max_tokens for wish in params], "a request ended early"
         if len(times) > 1:
             # immediately: kept results would be scanned by the garbage collector in the next call
             count_taken(made, taken, offered)
@@ -417,16 +417,16 @@ class Bench:
                     measures[part](subject)
             if subject.warm_up_seconds is not None:
                 seconds = subject.warm_up_seconds
-                told = f"warm_up, {model}: {seconds:.1f} s"
-                self.add(told, part="warm_up", model=model, seconds=seconds)
+                text = f"warm_up, {model}: {seconds:.1f} s"
+                self.add(text, part="warm_up", model=model, seconds=seconds)
         del subject
         collect()
 
     def measure_matrix(self) -> None:
         size = self.sizes.square
         peak = measure_peak(size, self.device, self.dtype)
-        told = f"peak: {peak / 1e12:,.1f} TFLOP/s of a product of {size}³"
-        self.add(told, part="peak", size=size, flops_per_second=peak)
+        text = f"peak: {peak / 1e12:,.1f} TFLOP/s of a product of {size}³"
+        self.add(text, part="peak", size=size, flops_per_second=peak)
 
     def time_case(self, subject: Subject, lengths: Sequence[int], way: str, num_new: int) -> dict:
         """One kind of call, as the fields of a row."""
@@ -454,9 +454,9 @@ class Bench:
             row = self.time_case(subject, [length], way, num_new)
             row["ideal"] = compute_ideal(subject.config, [length], num_new, self.dtype.itemsize)
             first = 1e6 * row["first_s"] / num_new
-            told = f"{row['us_per_token']:,.1f} µs a token (first call {first:,.1f})"
-            told = f"single, {subject.name}, {way}: {told}{tell_shares(row)}"
-            self.add(told, part="single", **row)
+            text = f"{row['us_per_token']:,.1f} µs a token (first call {first:,.1f})"
+            text = f"single, {subject.name}, {way}: {text}{format_shares(row)}"
+            self.add(text, part="single", **row)
 
     def measure_batch(self, subject: Subject) -> None:
         num_new = self.sizes.num_new
@@ -468,10 +468,10 @@ class Bench:
                 # since the engine was created: earlier batches were smaller
                 row["cache_bytes_peak"] = subject.engine.stats().cache_bytes_peak
                 row["ideal"] = ideal
-                told = f"{row['tokens_per_second']:,.0f} new tokens/s, {row['warm_s']:.2f} s "
-                told += f"(first call {row['first_s']:.2f}; ideally {ideal['seconds']:.3f}), "
-                told += f"cache {row['cache_bytes_peak'] / 2**20:,.0f} MiB{tell_shares(row)}"
-                self.add(f"batch {number}, {subject.name}, {way}: {told}", part="batch", **row)
+                text = f"{row['tokens_per_second']:,.0f} new tokens/s, {row['warm_s']:.2f} s "
+                text += f"(first call {row['first_s']:.2f}; ideally {ideal['seconds']:.3f}), "
+                text += f"cache {row['cache_bytes_peak'] / 2**20:,.0f} MiB{format_shares(row)}"
+                self.add(f"batch {number}, {subject.name}, {way}: {text}", part="batch", **row)
 
     def measure_prompt(self, subject: Subject) -> None:
         peak = find_row(self.rows, part="peak")
@@ -479,13 +479,13 @@ class Bench:
             row = self.time_case(subject, [length], "greedy", 1)
             row["flops"] = count_prompt_flops(subject.config, length)
             row["flops_per_second"] = row["flops"] / row["warm_s"]
-            told = f"{1e3 * row['warm_s']:.2f} ms (first call {1e3 * row['first_s']:.1f}), "
-            told += f"{row['flops_per_second'] / 1e12:,.1f} TFLOP/s"
+            text = f"{1e3 * row['warm_s']:.2f} ms (first call {1e3 * row['first_s']:.1f}), "
+            text += f"{row['flops_per_second'] / 1e12:,.1f} TFLOP/s"
             if peak is not None:
                 row["share_of_peak"] = row["flops_per_second"] / peak["flops_per_second"]
-                told += f", {row['share_of_peak']:.1%} of the peak"
-            told = f"prompt of {length:,}, {subject.name}: {told}{tell_shares(row)}"
-            self.add(told, part="prompt", **row)
+                text += f", {row['share_of_peak']:.1%} of the peak"
+            text = f"prompt of {length:,}, {subject.name}: {text}{format_shares(row)}"
+            self.add(text, part="prompt", **row)
 
     def measure_energy(self, subject: Subject) -> None:
         meter = open_meter(self.device)
@@ -505,10 +505,10 @@ class Bench:
 
             joules, calls = measure_joules(call, meter)
             each = joules / (count * len(lengths))
-            told = f"{1e3 * each:.2f} mJ a new token, of {calls} calls"
+            text = f"{1e3 * each:.2f} mJ a new token, of {calls} calls"
             about = {"model": subject.name, "case": case, "way": way, "requests": len(lengths)}
-            told = f"energy, {subject.name}, {len(lengths)} requests, {way}: {told}"
-            self.add(told, part="energy", **about, joules_per_token=each, calls=calls)
+            text = f"energy, {subject.name}, {len(lengths)} requests, {way}: {text}"
+            self.add(text, part="energy", **about, joules_per_token=each, calls=calls)
 
     def measure_memory(self, subject: Subject) -> None:
         sizes = self.sizes
@@ -541,12 +541,12 @@ class Bench:
             "cache_bytes_peak": stats.cache_bytes_peak,
             "seconds": seconds,
         }
-        told = (
+        text = (
             f"{row['most_running']} of {sizes.many} requests at once, {row['mean_running']:.1f} on "
         )
-        told += f"average, {row['preempted']} preemptions, {seconds:.2f} s, cache of "
-        told += f"{stats.cache_bytes_total / 2**20:,.0f} MiB"
-        self.add(f"memory, {subject.name}: {told}", part="memory", **row)
+        text += f"average, {row['preempted']} preemptions, {seconds:.2f} s, cache of "
+        text += f"{stats.cache_bytes_total / 2**20:,.0f} MiB"
+        self.add(f"memory, {subject.name}: {text}", part="memory", **row)
 
     def measure_transformers(self) -> None:
         """Greedy, without an end token: every request makes all of its tokens."""
@@ -570,24 +570,24 @@ class Bench:
                     times.append(time_call(work, self.device))
                     # immediately: the next call may be cut off
                     print(f"transformers, {what}: {times[-1]:.2f} s", flush=True)
-                    told = sum(map(len, made))
-                    if told != number * num_new:
-                        raise RuntimeError(f"{told} tokens came, not {number * num_new}")
+                    count = sum(map(len, made))
+                    if count != number * num_new:
+                        raise RuntimeError(f"{count} tokens came, not {number * num_new}")
             except Exception as error:
                 traceback.print_exc()
-                told = f"transformers, {what}: not available: {type(error).__name__}: {error}"
-                self.add(told, part="transformers", what=what, error=f"{error!r:.300}")
+                text = f"transformers, {what}: not available: {type(error).__name__}: {error}"
+                self.add(text, part="transformers", what=what, error=f"{error!r:.300}")
                 continue
             speed, ratio = number * num_new / times[1], None
             ours = find_row(self.rows, part="batch", model="dense", requests=number, way="greedy")
-            told = f"transformers, {what}: {speed:,.0f} new tokens/s, {times[1]:.2f} s "
-            told += f"(first call {times[0]:.2f})"
+            text = f"transformers, {what}: {speed:,.0f} new tokens/s, {times[1]:.2f} s "
+            text += f"(first call {times[0]:.2f})"
             if ours is not None:
                 ratio = ours["tokens_per_second"] / speed
-                told += f"; our dense is {ratio:.2f} times as fast"
+                text += f"; our dense is {ratio:.2f} times as fast"
             row = {"requests": number, "first_s": times[0], "warm_s": times[1]}
             row |= {"tokens_per_second": speed, "dense_over_it": ratio}
-            self.add(told, part="transformers", what=what, **row)
+            self.add(text, part="transformers", what=what, **row)
         if hasattr(model, "destroy_cached_continuous_batching_manager"):
             model.destroy_cached_continuous_batching_manager()
 
@@ -602,12 +602,12 @@ class Bench:
                 row = {"model": model, "process": number, "caches": caches, **found}
                 row["process_s"] = time.perf_counter() - start
                 ahead = row["warm_up_s"]
-                told = "no warm_up" if ahead is None else f"warm_up {ahead:.1f} s"
-                told += f", first call {row['first_s']:.2f}, second {row['second_s']:.2f}, "
-                told += f"number {row['calls']} {row['last_s']:.2f}; process {row['process_s']:.1f}"
+                text = "no warm_up" if ahead is None else f"warm_up {ahead:.1f} s"
+                text += f", first call {row['first_s']:.2f}, second {row['second_s']:.2f}, "
+                text += f"number {row['calls']} {row['last_s']:.2f}; process {row['process_s']:.1f}"
                 alone = row["device_us_per_token"]
-                told += "" if alone is None else f"; single on the device {alone:,.1f} µs a token"
-                self.add(f"first, {model}, caches {caches}: {told}", part="first", **row)
+                text += "" if alone is None else f"; single on the device {alone:,.1f} µs a token"
+                self.add(f"first, {model}, caches {caches}: {text}", part="first", **row)
 
 
 def call_padded(model: Any, prompts: list[list[int]], num_new: int) -> list[list[int]]:
@@ -690,10 +690,10 @@ def find_version(name: str) -> str | None:
         return None
 
 
-def tell_shares(row: dict[str, Any]) -> str:
+def format_shares(row: dict[str, Any]) -> str:
     """Format the fractions of routed blocks taken, if there are any."""
-    told = {"share_prompt": "of prompts", "share_new": "of new tokens"}
-    parts = [f"{row[name]:.1%} {what}" for name, what in told.items() if name in row]
+    names = {"share_prompt": "of prompts", "share_new": "of new tokens"}
+    parts = [f"{row[name]:.1%} {what}" for name, what in names.items() if name in row]
     return f"; routed {', '.join(parts)}" if parts else ""
 
 
@@ -718,16 +718,16 @@ def pair_rows(rows: list[dict], part: str, *keys: str) -> Iterator[tuple[dict, d
         yield dense, mod
 
 
-def tell(value: float | None, form: str, scale: float = 1.0) -> str:
+def format_value(value: float | None, form: str, scale: float = 1.0) -> str:
     return "" if value is None else format(scale * value, form)
 
 
-def tell_ratio(a: float | None, b: float | None) -> str:
+def format_ratio(a: float | None, b: float | None) -> str:
     return "" if not a or not b else f"{a / b:.2f}"
 
 
-def tell_share(mod: dict) -> str:
-    return tell(mod.get("share_new", mod.get("share_prompt")), ".1%")
+def format_share(mod: dict) -> str:
+    return format_value(mod.get("share_new", mod.get("share_prompt")), ".1%")
 
 
 def print_summary(rows: list[dict]) -> None:
@@ -739,15 +739,19 @@ def print_summary(rows: list[dict]) -> None:
     fresh = [find_row(rows, part="first", model=m) or {} for m in ROUTING]
     for pair in pair_rows(rows, "single", "way"):
         us = [row.get("us_per_token") for row in pair]
-        line = [(pair[0] or pair[1])["way"], *(tell(x, ",.1f") for x in us), tell_ratio(*us)]
-        line += [tell_ratio(x, g.get("us_per_token")) for x, g in zip(us, greedy, strict=True)]
+        line = [
+            (pair[0] or pair[1])["way"],
+            *(format_value(x, ",.1f") for x in us),
+            format_ratio(*us),
+        ]
+        line += [format_ratio(x, g.get("us_per_token")) for x, g in zip(us, greedy, strict=True)]
         firsts = [row["first_s"] / row["new_tokens"] if row else None for row in pair]
-        line += [tell(x, ",.1f", 1e6) for x in firsts]
+        line += [format_value(x, ",.1f", 1e6) for x in firsts]
         if (pair[0] or pair[1])["way"] == "greedy":
-            line += [tell(row.get("device_us_per_token"), ",.1f") for row in fresh]
+            line += [format_value(row.get("device_us_per_token"), ",.1f") for row in fresh]
         else:
             line += ["", ""]
-        lines.append([*line, tell_share(pair[1])])
+        lines.append([*line, format_share(pair[1])])
     print_table("One request", names, lines)
 
     names = ["requests", "drawn", "dense new tokens/s", "MoD", "ratio", "ideally", "of the ideal"]
@@ -759,16 +763,16 @@ def print_summary(rows: list[dict]) -> None:
         line = [
             str(known["requests"]),
             known["way"],
-            tell(speeds[1], ",.0f"),
-            tell(speeds[0], ",.0f"),
+            format_value(speeds[1], ",.0f"),
+            format_value(speeds[0], ",.0f"),
         ]
         ideals = [row["ideal"]["seconds"] if row else None for row in (dense, mod)]
-        line += [tell_ratio(*speeds), tell_ratio(*ideals)]
+        line += [format_ratio(*speeds), format_ratio(*ideals)]
         pairs = zip(ideals, (dense, mod), strict=True)
-        line += [tell(i / row["warm_s"], ".0%") if i else "" for i, row in pairs]
-        line += [tell(row.get("first_s"), ".2f") for row in (dense, mod)]
-        line += [tell(row.get("cache_bytes_peak"), ",.0f", 2**-20) for row in (dense, mod)]
-        lines.append([*line, tell_share(mod)])
+        line += [format_value(i / row["warm_s"], ".0%") if i else "" for i, row in pairs]
+        line += [format_value(row.get("first_s"), ".2f") for row in (dense, mod)]
+        line += [format_value(row.get("cache_bytes_peak"), ",.0f", 2**-20) for row in (dense, mod)]
+        lines.append([*line, format_share(mod)])
     print_table("Batches", names, lines)
 
     names = ["prompt", "dense ms", "MoD", "ratio", "FLOPs allow", "first call: dense", "MoD"]
@@ -776,19 +780,26 @@ def print_summary(rows: list[dict]) -> None:
     lines = []
     for dense, mod in pair_rows(rows, "prompt", "prompt_tokens"):
         times = [row.get("warm_s") for row in (dense, mod)]
-        line = [f"{(dense or mod)['prompt_tokens']:,}", *(tell(x, ".2f", 1e3) for x in times)]
-        line += [tell_ratio(*times), tell_ratio(dense.get("flops"), mod.get("flops"))]
-        line += [tell(row.get("first_s"), ",.1f", 1e3) for row in (dense, mod)]
-        line += [tell(dense.get("flops_per_second"), ",.0f", 1e-12)]
-        lines.append([*line, tell(dense.get("share_of_peak"), ".1%"), tell_share(mod)])
+        line = [
+            f"{(dense or mod)['prompt_tokens']:,}",
+            *(format_value(x, ".2f", 1e3) for x in times),
+        ]
+        line += [format_ratio(*times), format_ratio(dense.get("flops"), mod.get("flops"))]
+        line += [format_value(row.get("first_s"), ",.1f", 1e3) for row in (dense, mod)]
+        line += [format_value(dense.get("flops_per_second"), ",.0f", 1e-12)]
+        lines.append([*line, format_value(dense.get("share_of_peak"), ".1%"), format_share(mod)])
     print_table("Prompts", names, lines)
 
     names = ["requests", "drawn", "dense mJ a new token", "MoD", "ratio"]
     lines = []
     for dense, mod in pair_rows(rows, "energy", "case"):
         known, joules = dense or mod, [row.get("joules_per_token") for row in (dense, mod)]
-        line = [str(known["requests"]), known["way"], *(tell(x, ".2f", 1e3) for x in joules)]
-        lines.append([*line, tell_ratio(*joules)])
+        line = [
+            str(known["requests"]),
+            known["way"],
+            *(format_value(x, ".2f", 1e3) for x in joules),
+        ]
+        lines.append([*line, format_ratio(*joules)])
     print_table("Energy", names, lines)
 
     names = ["the same cache", "dense", "MoD", "ratio"]
@@ -799,8 +810,8 @@ def print_summary(rows: list[dict]) -> None:
         for field, name in wanted.items():
             form = ".2f" if field in ("mean_running", "seconds") else ",d"
             values = [row.get(field) for row in (dense, mod)]
-            told = [format(x, form) if x is not None else "" for x in values]
-            lines.append([name, *told, tell_ratio(*reversed(values))])
+            cells = [format(x, form) if x is not None else "" for x in values]
+            lines.append([name, *cells, format_ratio(*reversed(values))])
     print_table("Memory", names, lines)
 
     found = [row for row in rows if row["part"] == "transformers"]
@@ -810,9 +821,9 @@ def print_summary(rows: list[dict]) -> None:
         if "error" in row
         else [
             f"{row['what']}, {row['requests']} requests",
-            tell(row["tokens_per_second"], ",.0f"),
-            tell(row["dense_over_it"], ".2f"),
-            tell(row["first_s"], ".2f"),
+            format_value(row["tokens_per_second"], ",.0f"),
+            format_value(row["dense_over_it"], ".2f"),
+            format_value(row["first_s"], ".2f"),
         ]
         for row in found
     ]
@@ -821,7 +832,7 @@ def print_summary(rows: list[dict]) -> None:
     fields = ("engine_s", "warm_up_s", "first_s", "second_s", "last_s", "process_s")
     names = ["fresh process, s", "caches on disk", "engine", "warm_up", "first call", "second"]
     lines = [
-        [row["model"], row["caches"], *(tell(row[field], ".2f") for field in fields)]
+        [row["model"], row["caches"], *(format_value(row[field], ".2f") for field in fields)]
         for row in rows
         if row["part"] == "first"
     ]

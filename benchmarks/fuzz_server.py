@@ -1,7 +1,7 @@
 """schemathesis against `depthmix serve`: what its OpenAPI schema allows, and what it does not.
 
 It makes up requests from the schema, good and bad ones, and looks at each answer: none may be a
-5xx, and all must have the status, the type and the shape that the schema tells. It is not one of
+5xx, and all must have the status, the type and the shape that the schema gives. It is not one of
 the project's tools: install it anywhere (`pip install schemathesis`) and name its command.
 
     python benchmarks/fuzz_server.py runs/first
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from served import serve
 
-# What is left out: the schema cannot tell that null is the same as nothing, which parameters go
+# What is left out: the schema cannot say that null is the same as nothing, which parameters go
 # together, and which ids a vocabulary has.
 CHECKS = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance"),

@@ -437,7 +437,7 @@ def wrap(text: str) -> str:
 def list_controls() -> list[tuple[str, list[float], SizeMean]]:
     """Ways to choose at 1.3e15, losses by seed, and the model: the best first, dense last."""
     learned, plain = take_best("mod", 1.3e15), "controls/1.3e15"
-    # a model of before, which this version refuses: only its loss is left
+    # this version refuses that model: only its loss is left
     (loss,) = (
         record["loss"] if record["loss_causal"] is None else record["loss_causal"]
         for record in read_lines(RUNS / "controls.jsonl")
@@ -488,7 +488,9 @@ def chart_controls() -> Chart:
     series.append(Series("", len(controls) - 1, "guide", line))
     labels = "place in the list", "validation loss"
     panel = Panel("1.3e15 training FLOPs (full)", *labels, series)
-    return Chart("controls", "Who chooses: a dot for each seed, a line at dense", "", [panel])
+    return Chart(
+        "controls", "How tokens are chosen: a dot for each seed, a line at dense", "", [panel]
+    )
 
 
 def find_cells() -> dict[str, list[float]]:
@@ -520,7 +522,7 @@ def write_grid() -> str:
 
 
 def chart_cells() -> Chart:
-    """The grid as a map, with the cells whose size is not known any more."""
+    """The grid as a map, including the cells whose size was not kept."""
     cells = [
         Cell(CAPACITIES[cell[:3]], cell[-1], statistics.fmean(losses), "")
         for cell, losses in find_cells().items()

@@ -277,10 +277,10 @@ def time_tunings() -> None:
     stacks = {(name, *kind): Stack(*kind, TRIED[name]) for name in names for kind in kinds}
     if ON_GPU:
         compile_ahead(lambda: [stack.run() for stack in stacks.values()], lambda done, total: None)
-    told = [f"dense, {num_rows} rows" for num_rows in DENSE_ROWS]
-    told += [f"routed, {num_kept} of {num_rows}" for num_rows, num_kept in CASES]
-    print(f"\n| tuning | {' | '.join(told)} |")
-    print("|---" * (1 + len(told)) + "|")
+    cases = [f"dense, {num_rows} rows" for num_rows in DENSE_ROWS]
+    cases += [f"routed, {num_kept} of {num_rows}" for num_rows, num_kept in CASES]
+    print(f"\n| tuning | {' | '.join(cases)} |")
+    print("|---" * (1 + len(cases)) + "|")
     truths = {kind: stacks[names[0], *kind].find_results() for kind in kinds}
     # a routed block's rows beside dense blocks that the few-row kernels do not compute
     for _, num_rows, _ in kinds:

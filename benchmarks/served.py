@@ -41,7 +41,7 @@ def serve(
 
 def _wait_ready(process: subprocess.Popen[str]) -> str:
     assert process.stderr is not None
-    # a server that does not start is no reason to wait for ever
+    # do not wait forever for a server that does not start
     timer = threading.Timer(READY_SECONDS, process.kill)
     timer.start()
     address = None
@@ -54,6 +54,6 @@ def _wait_ready(process: subprocess.Popen[str]) -> str:
     timer.cancel()
     if address is None or process.poll() is not None:
         raise SystemExit("the server did not start")
-    # what it logs from now on must not fill a pipe that nobody reads
+    # what it logs from now on must not fill a pipe without a reader
     threading.Thread(target=sys.stderr.writelines, args=(process.stderr,), daemon=True).start()
     return address

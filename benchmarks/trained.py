@@ -136,8 +136,8 @@ def main() -> None:
         print(f"{path}: a step takes {about['ms_per_step']:.2f} ms", file=sys.stderr, flush=True)
         for batch in args.batch:
             rows.append(about | measure_sampling(path, device, batch, args.tokens, meter))
-            told = f"{rows[-1]['us_per_token']:.1f} µs a token, {batch} at a time"
-            print(f"{path}: {told}", file=sys.stderr, flush=True)
+            text = f"{rows[-1]['us_per_token']:.1f} µs a token, {batch} at a time"
+            print(f"{path}: {text}", file=sys.stderr, flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
     print_table(rows)

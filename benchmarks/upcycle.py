@@ -48,9 +48,9 @@ def heal(args: argparse.Namespace, name: str, fields: dict[str, Any]) -> Path:
             if not source.exists():
                 call("upcycle", args.model, "--out", source, *routing)
         common = [f"train.seq_len={args.seq_len}", "train.val_every=1000000", *args.field]
-        told = [f"{k}={v}" for k, v in fields.items() if k.startswith("train.")]
+        given = [f"{k}={v}" for k, v in fields.items() if k.startswith("train.")]
         about = ("--data", args.data, "--steps", args.steps, "--out", run)
-        call("train", "--from", source, *about, *common, *told)
+        call("train", "--from", source, *about, *common, *given)
     return run
 
 
@@ -62,9 +62,9 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
-def pick(told: dict[str, Any]) -> dict[str, Any]:
+def pick(answer: dict[str, Any]) -> dict[str, Any]:
     """Select the table's columns."""
-    text = told["text"]
+    text = answer["text"]
     rules = text["rules"]
     # a dense model has a single rule
     trained, used = rules.get("topk") or rules["dense"], rules.get("causal") or rules["dense"]
@@ -133,10 +133,10 @@ def main() -> None:
             fields["train.teacher"] = str(run)
         print(f"{name}: healing, see {args.out / name}.log", flush=True)
         run = heal(args, name, fields)
-        tell(name, run)
+        measure_way(name, run)
         return run
 
-    def tell(name: str, path: Path) -> None:
+    def measure_way(name: str, path: Path) -> None:
         rows[name] = {"name": name, **pick(measure(args, path))}
         print(json.dumps(rows[name]), flush=True)
 
@@ -144,7 +144,7 @@ def main() -> None:
     with ThreadPoolExecutor(args.jobs) as pool:
         for name in chosen:
             started[name] = pool.submit(work, name)
-        tell("original", args.model)
+        measure_way("original", args.model)
     table = [rows[name] for name in ("original", *chosen) if name in rows]
     (args.out / "results.json").write_text(json.dumps(table, indent=1))
     draw(table, args.out / "loss.png")
