@@ -49,11 +49,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def render_notebook(notebook: dict) -> str:
-    """A notebook as Markdown, without its outputs."""
+    """A notebook as Markdown, with what its cells print."""
     parts = []
     for cell in notebook["cells"]:
         text = "".join(cell["source"])
         parts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text)
+        for output in cell.get("outputs", []):
+            parts.append(f"```text\n{''.join(output['text'])}```")
     return "\n\n".join(parts) + "\n"
 
 
