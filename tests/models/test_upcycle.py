@@ -8,7 +8,7 @@ import torch
 
 from depthmix import flops
 from depthmix.models import foreign, open_model
-from depthmix.models.upcycle import check_upcycle, upcycle
+from depthmix.models.upcycle import upcycle
 from depthmix.models.vocabulary import find_end
 from depthmix.runs.folder import RunDir
 from foreign_models import make_foreign, write_foreign
@@ -135,12 +135,16 @@ def test_chosen_blocks_route_and_weights_are_read_once(
     monkeypatch.setattr(foreign, "read_weights", lambda *a: reads.append(a) or read(*a))
     opened = open_model(dense)
     changes = {**ROUTING, "routing.capacity": (0.5, 0.25), "routing.first_dense": 4}
-    # nothing here depends on the blocks that route
-    check_upcycle(opened, tmp_path / "run", changes)
-    assert not reads
-    # as whoever chooses has used it
-    assert opened.network.config is opened.config
-    made = upcycle(opened, tmp_path / "run", {**changes, "routing.layers": (0, 3)})
+
+    def choose() -> tuple[int, ...]:
+        # all else was checked, and nothing read
+        assert not reads
+        assert opened.network.config is opened.config
+        return 0, 3
+
+    with pytest.raises(ValueError, match=r"norm_eps = 0\.1"):
+        upcycle(opened, tmp_path / "run", {**changes, "norm_eps": 0.1}, choose_layers=choose)
+    made = upcycle(opened, tmp_path / "run", changes, choose_layers=choose)
     assert (made.config.routed_layers, made.config.capacities) == ((0, 3), (0.5, 0.25))
     assert len(reads) == 1
     wrong = {"routing.layers": (0, 3), "routing.capacity": (0.5, 0.3, 0.1)}

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,7 +105,7 @@ def upcycle(
         check_counts(least=least)
     from depthmix.models import open_model
     from depthmix.models.hub import fetch_model, is_hub_name
-    from depthmix.models.upcycle import SHOWN_LENGTH, check_upcycle
+    from depthmix.models.upcycle import SHOWN_LENGTH
     from depthmix.models.upcycle import upcycle as make_run
     from depthmix.runs.folder import RunDir
 
@@ -116,10 +117,8 @@ def upcycle(
         source = fetch_model(str(source))
     opened = open_model(source, max_seq_len=read_length(overrides))
     with name_flags(*flags, prefix="routing."):
-        if least is not None:
-            check_upcycle(opened, out, given)
-            given["routing.layers"] = choose_blocks(opened, least, text or [], device)
-        made = make_run(opened, out, given)
+        choose = None if least is None else partial(choose_blocks, opened, least, text, device)
+        made = make_run(opened, out, given, choose_layers=choose)
     place, length = shlex.quote(str(out)), min(SHOWN_LENGTH, made.config.max_seq_len)
     for line in made.describe():
         print(line)
@@ -132,7 +131,7 @@ def upcycle(
 
 
 def choose_blocks(
-    source: "StoredModel", count: int, files: list[str], device: str | None
+    source: "StoredModel", count: int, files: list[str] | None, device: str | None
 ) -> tuple[int, ...]:
     """The blocks whose removal hurts least on some text, with a progress bar."""
     from rich.console import Console
@@ -143,7 +142,7 @@ def choose_blocks(
     with show_bar(Console(stderr=True), gone=True) as bar:
         least = measure_least(
             source,
-            (read_text(file) for file in files),
+            (read_text(file) for file in files or []),
             count,
             device=device,
             report=lambda done, total: bar.update("leaving out blocks", done, total),

@@ -3,7 +3,7 @@
 With every token kept, the converted model computes the same function.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ class Upcycled(NamedTuple):
         routed = flops.forward_flops(config, seq_len=length)
         shares = sorted(set(config.capacities), reverse=True)
         shown = f"{shares[0]:g}" if len(shares) == 1 else f"{shares[0]:g} to {shares[-1]:g}"
-        told = [
+        lines = [
             f"{self.run.path}: {format_number(total)} parameters of {self.source.path} "
             f"({self.source.kind}), {self.num_new:,} of them new in routers and predictors",
             f"{len(config.routed_layers)} of {config.num_layers} blocks route: capacity {shown}, "
@@ -64,30 +64,36 @@ class Upcycled(NamedTuple):
             f"({routed / dense:.1%})",
         ]
         if is_same:
-            told += [
+            lines += [
                 "with selector 'all', which routes every token, it still equals the dense model"
             ]
-        return told
+        return lines
 
 
-def check_upcycle(source: StoredModel, out: Path, overrides: Mapping[str, Any]) -> None:
-    """Refuse what `upcycle` would refuse for any choice of blocks, before measuring them."""
-    RunDir(out).check_free()
-    path, config = source.path, source.config
-    if config.routed_layers:
-        raise ValueError(
-            f"{path} already has routed blocks: train it with 'depthmix train --from {path}'"
-        )
-    _check_same(config, config.override({**DEFAULTS, **overrides, **DENSE}), path)
-
-
-def upcycle(source: StoredModel, out: Path, overrides: Mapping[str, Any]) -> Upcycled:
+def upcycle(
+    source: StoredModel,
+    out: Path,
+    overrides: Mapping[str, Any],
+    *,
+    choose_layers: Callable[[], Sequence[int]] | None = None,
+) -> Upcycled:
     """Make a run of a dense model with routers around some of its blocks.
 
-    `overrides` are dotted fields of the model; only those of its routing may differ from the
-    source. Choose a smaller `max_seq_len` when opening the source.
+    `overrides` are dotted fields of the model, before `DEFAULTS`; only those of its routing may
+    differ from the source. `choose_layers` gives the blocks that route, once all else is checked.
+    Choose a smaller `max_seq_len` when opening the source.
     """
-    check_upcycle(source, out, overrides)
+    RunDir(out).check_free()
+    if source.config.routed_layers:
+        raise ValueError(
+            f"{source.path} already has routed blocks: train it with 'depthmix train --from "
+            f"{source.path}'"
+        )
+    # for any choice of blocks
+    dense = source.config.override({**DEFAULTS, **overrides, **DENSE})
+    _check_same(source.config, dense, source.path)
+    if choose_layers is not None:
+        overrides = {**overrides, "routing.layers": tuple(choose_layers())}
     config = source.config.override({**DEFAULTS, **overrides})
     if not config.routed_layers:
         raise ValueError("routing.strategy = none leaves the model dense: choose another")
@@ -96,7 +102,7 @@ def upcycle(source: StoredModel, out: Path, overrides: Mapping[str, Any]) -> Upc
     weights = source.network.cpu().state_dict()
     fitted = fit_weights(config, weights, source.path)
     weights = {name: value.float() for name, value in fitted.weights.items()}
-    told = f"upcycled from {source.path}, not trained: heal it with depthmix train --from {out}"
+    reason = f"upcycled from {source.path}, not trained: heal it with depthmix train --from {out}"
     folder = write_run(
         out,
         run,
@@ -104,7 +110,7 @@ def upcycle(source: StoredModel, out: Path, overrides: Mapping[str, Any]) -> Upc
         source=source.home,
         end_token=find_end(source.home),
         chat=source.chat,
-        reason=told,
+        reason=reason,
         upcycled=source.kind,
     )
     num_new = sum(weights[name].numel() for name in fitted.new)
