@@ -33,7 +33,7 @@ BAR_WIDTH, MIN_BAR_WIDTH, PADDING = 24, 4, 2
 # a line in a file or a pipe is at most so long: these parts of it are left out first
 PLAIN_WIDTH = 100
 LESS_IMPORTANT = (
-    *("description", "flops", "perplexity", "flops_per_second", "routed", "share_of_peak"),
+    *("flops", "perplexity", "flops_per_second", "description", "routed", "share_of_peak"),
 )
 
 # refreshes to measure the speed over: with fewer, one evaluation would change the estimate
