@@ -6,7 +6,6 @@ from depthmix.cli.arguments import (
     check_counts,
     name_flags,
     name_missing_extra,
-    read_length,
     split_arguments,
 )
 
@@ -19,12 +18,6 @@ def test_a_missing_package_is_named() -> None:
         name_missing_extra("eval"),
     ):
         raise ModuleNotFoundError(name="lm_eval")
-
-
-def test_lengths_among_fields() -> None:
-    assert read_length({"max_seq_len": "64"}) == 64
-    assert read_length({"max_seq_len": "long"}) is None
-    assert read_length({}) is None
 
 
 def test_fields_by_their_old_names() -> None:

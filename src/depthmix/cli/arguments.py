@@ -279,12 +279,6 @@ def check_out(out: Path) -> None:
         raise ValueError(f"--out {out}: there is no folder {out.parent}; create it first")
 
 
-def read_length(overrides: Mapping[str, str]) -> int | None:
-    """The override of `max_seq_len`, if any; one that is not a number is refused later."""
-    length = overrides.get("max_seq_len", "")
-    return int(length) if length.isdecimal() else None
-
-
 def read_file(option: str, file: str) -> str:
     """The text of the file that an option names; `-` is stdin."""
     try:

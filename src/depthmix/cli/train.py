@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +18,6 @@ from depthmix.cli.arguments import (
     app,
     check_device,
     name_flags,
-    read_length,
     split_arguments,
 )
 
@@ -79,9 +77,8 @@ def train(
       depthmix train --config runs/60m-20261115-142233/config.toml train.seed=1
       torchrun --nproc-per-node 8 -m depthmix train --preset 1b --data data
     """
-    from depthmix.config import load_run_config, make_run_config, make_start_config
-    from depthmix.config.presets import sets_vocabulary
     from depthmix.config.train import BUDGETS
+    from depthmix.train.plan import plan_launch
 
     models, overrides = split_arguments(fields or [], train=True)
     if models:
@@ -89,53 +86,21 @@ def train(
             f"'{models[0]}' is not a field: write FIELD=VALUE, and name a model with --preset"
         )
     budget = {"steps": steps, "tokens": tokens, "flops": flops}
-    given = {**budget, "checkpoint_every": checkpoint_every}
-    given = {f"train.{name}": value for name, value in given.items() if value is not None}
-    longer = {name: v for name, v in {**overrides, **given}.items() if name[6:] in BUDGETS}
-    others = longer.keys() != {**overrides, **given}.keys()
     both = [f"--{name}" for name, value in budget.items() if value is not None]
     if len(both) > 1:
         raise ValueError(f"give only one of {' and '.join(both)}: a run has one budget")
-    if resume is not None and (others or preset or config_file or out or start):
-        raise ValueError(
-            "--resume takes the model, its fields and the folder from the run, so leave them out; "
-            "only a longer budget (--steps, --tokens or --flops) may be given"
-        )
-    if start is not None and preset is not None:
-        raise ValueError(f"--from {start} already sets the model: leave out --preset {preset}")
-    if config_file is not None and (preset or start):
-        other = "--preset" if preset else "--from"
-        raise ValueError(f"--config {config_file} already sets the model: leave out {other}")
     check_device(device)
-    config = None
-    name = preset or "demo"
-    named = partial(name_flags, *BUDGETS, "checkpoint_every", prefix="train.")
-    with named():
-        if config_file is not None:
-            name = config_file.resolve().parent.name
-            config = load_run_config(config_file).override({**overrides, **given})
-        elif resume is None and start is None:
-            config = make_run_config(name, {**overrides, **given})
-    from rich.console import Console
-
-    from depthmix.models import open_model
-    from depthmix.train.launch import Launch, launch
-
-    source = None
-    if start is not None:
-        name = start.resolve().name
-        source = open_model(start, max_seq_len=read_length(overrides))
-        with named():
-            config = make_start_config(source.config, {**overrides, **given})
-
-    label = Path(name).stem if name.endswith(".toml") else name
-    plan = Launch(run=config, name=label, data=data, out=out, resume=resume, device=device)
-    fits = config_file is None and source is None and "vocab_size" not in overrides
-    plan = plan._replace(
-        start=source, budget=longer, fit_vocabulary=fits and not sets_vocabulary(name)
-    )
+    given = {**budget, "checkpoint_every": checkpoint_every}
+    overrides |= {f"train.{name}": value for name, value in given.items() if value is not None}
+    sources = {"preset": preset, "config_file": config_file, "start": start, "resume": resume}
     try:
-        with named():
+        with name_flags(*BUDGETS, "checkpoint_every", prefix="train."):
+            # a mistake is reported before torch is loaded
+            plan = plan_launch(overrides, **sources, data=data, out=out, device=device)
+            from rich.console import Console
+
+            from depthmix.train.launch import launch
+
             outcome, _ = launch(plan, Console())
     except KeyboardInterrupt as stopped:
         with suppress(OSError):

@@ -16,7 +16,6 @@ from depthmix.cli.arguments import (
     check_counts,
     check_device,
     name_flags,
-    read_length,
     read_text,
     split_arguments,
 )
@@ -103,6 +102,7 @@ def upcycle(
         if "routing.layers" in overrides:
             raise ValueError("give --least or routing.layers, not both")
         check_counts(least=least)
+    from depthmix.config.train import read_length
     from depthmix.models import open_model
     from depthmix.models.hub import fetch_model, is_hub_name
     from depthmix.models.upcycle import SHOWN_LENGTH

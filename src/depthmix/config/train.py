@@ -303,6 +303,12 @@ def update_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return {fields.rename(RunConfig, name): value for name, value in overrides.items()}
 
 
+def read_length(overrides: Mapping[str, Any]) -> int | None:
+    """The override of `max_seq_len`, if any; one that is not a number is refused later."""
+    length = str(overrides.get("max_seq_len", ""))
+    return int(length) if length.isdecimal() else None
+
+
 def _is_recipe(name: str) -> bool:
     return name.startswith("train.")
 

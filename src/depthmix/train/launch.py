@@ -6,7 +6,7 @@ A start that fails leaves nothing behind.
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -29,31 +29,9 @@ from depthmix.progress import READER_GONE, say
 from depthmix.runs.folder import RunDir, State, collect_provenance, name_run
 from depthmix.train.loop import Ending, Trainer
 from depthmix.train.memory import check_memory
+from depthmix.train.plan import Launch
 from depthmix.units import format_count, format_number, format_power
 from depthmix.world import World, open_world
-
-
-class Launch(NamedTuple):
-    """The arguments of `launch`: a new run, or one to resume."""
-
-    run: RunConfig | None = None
-    """A new run's configuration."""
-    name: str = "run"
-    """Name for a new run's folder if `out` is None."""
-    data: Path | None = None
-    """A prepared folder. Default: the default corpus, or the data of the resumed run."""
-    out: Path | None = None
-    """A new run's folder."""
-    resume: Path | None = None
-    """The folder of a run to resume."""
-    device: str | None = None
-    """cpu or cuda. Default: a GPU if there is one."""
-    start: StoredModel | None = None
-    """The model that provides a new run's initial weights."""
-    fit_vocabulary: bool = False
-    """Whether a new run's model takes its vocabulary size from the data."""
-    budget: Mapping[str, Any] = {}
-    """A larger budget for a resumed run, as a dotted field."""
 
 
 def launch(plan: Launch, console: Console) -> tuple[Ending, RunDir]:
