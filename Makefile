@@ -76,7 +76,7 @@ test-hf: $(STAMP) ## run the Hugging Face tests on the oldest transformers that 
 
 # Runs where nothing can be installed: the environment's Python if there is one, else plain python3,
 # and only the files with GPU tests, so that tools the others need may be absent. Warnings are only
-# told: that machine's torch may be another release, with warnings of its own. With pytest-xdist,
+# shown: that machine's torch may be another release, with warnings of its own. With pytest-xdist,
 # PYTEST_ADDOPTS='-n 14 --dist worksteal' takes 3 minutes instead of 9 on 16 cores.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
 test-gpu: ## run the GPU tests (needs a CUDA device, torch and pytest; installs nothing)

@@ -1,4 +1,4 @@
-"""The tables of names: complete, told in `--help`, and the only ones that fields take."""
+"""The tables of names: complete, listed in `--help`, and the only ones that fields take."""
 
 import pytest
 
@@ -25,13 +25,13 @@ TABLES = {
 
 
 @pytest.mark.parametrize("field", TABLES)
-def test_fields_take_the_names_of_their_table(field: str) -> None:
-    told = fields.document_fields(ModelConfig)[field]
+def test_fields_accept_exactly_the_names_of_their_table(field: str) -> None:
+    text = fields.document_fields(ModelConfig)[field]
     for name in TABLES[field]:
         section, _, bare = field.partition(".")
         config = load_preset("tiny", **BESIDE.get(name, {}), **{field: name})
         assert getattr(getattr(config, section), bare) == name
-        assert f" {name}: " in told
+        assert f" {name}: " in text
     names = ", ".join(f"'{name}'" for name in TABLES[field])
     with pytest.raises(
         ValueError, match=f"{field} = 'other' does not fit: it must be one of {names}"
@@ -39,17 +39,17 @@ def test_fields_take_the_names_of_their_table(field: str) -> None:
         load_preset("tiny", **{field: "other"})
 
 
-def test_every_strategy_that_routes_has_its_words() -> None:
+def test_every_routing_strategy_has_display_names() -> None:
     routed = [strategy for name, strategy in STRATEGIES.items() if name != "none"]
     for words in ("meaning", "label", "kind"):
         assert len({getattr(strategy, words) for strategy in routed} - {""}) == len(routed)
 
 
-def test_a_strategy_says_one_thing_about_a_causal_head() -> None:
+def test_a_strategy_has_one_rule_for_its_causal_head() -> None:
     # a head learns top-k, or the router needs none, or chance decides, or nothing is to decide
     for name, strategy in STRATEGIES.items():
-        told = strategy.has_target + strategy.trains_router + strategy.is_random
-        assert told == (name != "none"), name
+        rules = strategy.has_target + strategy.trains_router + strategy.is_random
+        assert rules == (name != "none"), name
         assert strategy.has_target or not strategy.asks_head, name
 
 

@@ -116,12 +116,12 @@ def test_values_become_their_declared_types(name: str, given: Any, expected: Any
         ("zzz", 1, "The fields are: count, label, flag, size, inner.rate, inner.shape, bare"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(name: str, given: Any, message: str) -> None:
+def test_values_that_do_not_fit_are_refused_by_name(name: str, given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fields.override(Outer(), {name: given})
 
 
-def test_overriding_leaves_the_original_and_the_other_fields_alone() -> None:
+def test_override_changes_only_the_named_fields() -> None:
     before = Outer(count=5, inner=Inner(rate=0.1, shape="flat"))
     after = fields.override(before, {"inner": {"rate": 0.9}, "size": 2})
     assert after == Outer(count=5, size=2, inner=Inner(rate=0.9, shape="flat"))
@@ -150,7 +150,7 @@ def test_overrides_are_split_at_the_first_sign(text: str, expected: tuple[str, s
 
 
 @pytest.mark.parametrize("text", ["width", "=3", ""])
-def test_text_that_is_no_override_is_refused(text: str) -> None:
+def test_text_without_a_value_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="FIELD=VALUE"):
         fields.parse_override(text)
 
@@ -164,7 +164,7 @@ def test_text_forms_round_trip(config: Outer) -> None:
     assert fields.from_json(Outer, fields.to_json(config)) == config
 
 
-def test_toml_leaves_empty_fields_out_and_json_says_null() -> None:
+def test_toml_omits_empty_fields_and_json_has_null() -> None:
     assert "size" not in fields.to_toml(Outer())
     assert '"size": null' in fields.to_json(Outer())
 
@@ -256,7 +256,7 @@ class Bounded:
         ("kind", 3, "b.kind = 3 does not fit"),
     ],
 )
-def test_what_is_out_of_bounds_is_refused(name: str, value: Any, message: str) -> None:
+def test_values_out_of_bounds_are_refused(name: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Bounded(**{name: value})
     with pytest.raises(ValueError, match=message):
@@ -280,18 +280,18 @@ def test_what_is_out_of_bounds_is_refused(name: str, value: Any, message: str) -
         ("kind", "dog"),
     ],
 )
-def test_the_edge_of_each_bound_is_allowed(name: str, value: Any) -> None:
+def test_limits_of_each_bound_are_allowed(name: str, value: Any) -> None:
     assert getattr(Bounded(**{name: value}), name) == value
 
 
-def test_choices_are_told_with_their_meanings() -> None:
+def test_choices_are_listed_with_their_meanings() -> None:
     docs = fields.document_fields(Bounded)
     assert docs["kind"] == "What it is. dog: it barks; cat: it does not."
     assert docs["count"] == "How many."
     assert docs["share"] == ""
 
 
-def test_fields_are_found_by_names_that_they_had() -> None:
+def test_fields_are_found_by_former_names() -> None:
     assert fields.build(Bounded, {"number": 4}) == Bounded(count=4)
     assert fields.override(Bounded(), {"number": "4", "section": 0.5}) == Bounded(count=4, part=0.5)
     assert fields.rename(Bounded, "number") == "count"

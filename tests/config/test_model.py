@@ -298,7 +298,7 @@ def test_causal_selector(routing: dict[str, Any], selector: str | None) -> None:
         ({"routing.strategy": "none", **TOKEN_MOE}, {"dense": None}),
     ],
 )
-def test_rules_that_a_model_is_judged_by(
+def test_routing_rules_of_a_validation(
     overrides: dict[str, Any], rules: dict[str, str | None]
 ) -> None:
     assert load_preset("tiny", **overrides).list_rules() == rules
@@ -469,7 +469,7 @@ def test_every_text_form_round_trips_exactly(tree: dict[str, Any]) -> None:
 
 
 @given(trees())
-def test_derived_values_fit_together(tree: dict[str, Any]) -> None:
+def test_derived_values_are_consistent(tree: dict[str, Any]) -> None:
     config = ModelConfig.from_dict(tree)
     assert len(config.capacities) == len(config.routed_layers)
     assert all(0 < capacity <= 1 for capacity in config.capacities)
@@ -482,8 +482,8 @@ def test_derived_values_fit_together(tree: dict[str, Any]) -> None:
         assert config.causal_selector is None
         assert config.choose_selector(None) is None
     elif config.causal_selector is None:
-        told = "no head trained for causal routing|trained and validated, but not sampled"
-        with pytest.raises(ValueError, match=told):
+        reason = "no head trained for causal routing|trained and validated, but not sampled"
+        with pytest.raises(ValueError, match=reason):
             config.choose_selector(None)
     else:
         assert config.find_selector_problem(config.causal_selector) is None
@@ -506,7 +506,7 @@ def test_every_field_is_documented() -> None:
 
 
 @pytest.mark.parametrize(("overrides", "field", "says"), REFUSED, ids=lambda case: str(case)[:60])
-def test_rule_names_the_field(overrides: dict[str, Any], field: str, says: str) -> None:
+def test_errors_name_the_field(overrides: dict[str, Any], field: str, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)) as refusal:
         load_preset("tiny", **overrides)
     message = str(refusal.value)
@@ -535,7 +535,7 @@ def test_rule_names_the_field(overrides: dict[str, Any], field: str, says: str) 
     ],
     ids=str,
 )
-def test_the_edge_of_each_rule_is_allowed(overrides: dict[str, Any]) -> None:
+def test_limits_of_each_rule_are_allowed(overrides: dict[str, Any]) -> None:
     assert isinstance(load_preset("tiny", **overrides), ModelConfig)
 
 
@@ -559,14 +559,14 @@ def test_num_kept_is_at_least_one_and_at_most_all() -> None:
     assert num_kept(0.125, 1) == 1
 
 
-def test_a_name_like_no_other_brings_the_nearest_fields_and_no_long_list() -> None:
+def test_unlike_names_get_a_few_nearest_fields() -> None:
     with pytest.raises(
         ValueError, match=r"no configuration field 'zzz'\. The nearest are: "
-    ) as told:
+    ) as refused:
         ModelConfig().override({"zzz": 1})
-    assert len(str(told.value)) < 150
+    assert len(str(refused.value)) < 150
 
 
-def test_a_field_of_training_is_refused_where_only_a_model_is_meant() -> None:
+def test_training_fields_are_refused_for_a_model() -> None:
     with pytest.raises(ValueError, match=r"'train\.seed' is a field of training, .* leave it out"):
         ModelConfig().override({"train.seed": 3})

@@ -66,7 +66,7 @@ def test_presets_and_new_runs_have_the_best_recipe_that_is_known() -> None:
         assert routing.normalize_input
 
 
-def test_the_papers_variant_is_a_word_away() -> None:
+def test_paper_variants_change_five_fields() -> None:
     for size in preset_sizes():
         ours, papers = (make_run_config(name, {}) for name in (size, f"{size}-paper"))
         assert make_run_config(f"{size}-paper-mod", {}) == papers
@@ -84,7 +84,7 @@ def test_the_papers_variant_is_a_word_away() -> None:
     assert make_run_config("60m-paper", {"train.optimizer": "muon"}).train.optimizer == "muon"
 
 
-def test_a_file_has_no_recipe_whatever_its_name() -> None:
+def test_model_files_have_no_recipe() -> None:
     assert list_recipe("60m-paper") == {"train.optimizer": "adamw"}
     assert list_recipe("mine-paper.toml") == {}
 

@@ -46,7 +46,7 @@ def test_cosine_warms_up_and_falls_to_its_end() -> None:
     assert rates[9:] == sorted(rates[9:], reverse=True)
 
 
-def test_wsd_is_flat_and_then_a_line() -> None:
+def test_wsd_is_flat_then_linear() -> None:
     rates = list_rates(100, schedule="wsd", warmup_share=0.1, decay_share=0.2, final_rate_share=0.5)
     assert rates[9:80] == [1.0] * 71
     assert rates[80:] == pytest.approx([1 - 0.5 * (i + 1) / 20 for i in range(20)])
@@ -89,13 +89,13 @@ def test_warming_up_all_the_way_leaves_no_decay() -> None:
         assert list_rates(4, schedule=schedule, warmup_share=1.0) == [0.25, 0.5, 0.75, 1.0]
 
 
-def test_wsd_whose_shares_overlap_warms_up_first() -> None:
+def test_overlapping_wsd_shares_warm_up_first() -> None:
     rates = list_rates(10, schedule="wsd", warmup_share=0.6, decay_share=0.8, final_rate_share=0.0)
     assert rates[:6] == pytest.approx([(i + 1) / 6 for i in range(6)])
     assert rates[6:] == pytest.approx([0.75, 0.5, 0.25, 0])
 
 
-def test_shares_are_not_rounded_up_by_their_last_bit() -> None:
+def test_shares_ignore_rounding_errors() -> None:
     # 0.07 · 100 is a little more than 7
     assert list_rates(100, warmup_share=0.07)[6] == 1
     assert list_rates(100, schedule="wsd", warmup_share=0.0, decay_share=0.07)[92] == 1
@@ -243,7 +243,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     ("name", "value", "sentence"),
     [(name, *case) for name, cases in WRONG.items() for case in cases],
 )
-def test_what_does_not_fit_is_said(name: str, value: Any, sentence: str) -> None:
+def test_values_that_do_not_fit_are_refused(name: str, value: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as python:
         fields.build(Recipe, {name: value}, "train.")
     with pytest.raises(ValueError, match=sentence) as command:
@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_said(name: str, value: Any, sentence: str) -> None
         assert "\n" not in str(error.value)
 
 
-def test_every_field_can_be_wrong() -> None:
+def test_every_field_refuses_some_value() -> None:
     # any text may be a folder's name
     assert {*WRONG, "teacher"} == set(fields.field_types(Recipe))
 
@@ -283,7 +283,7 @@ def test_two_budgets_are_refused() -> None:
         ("train", "no configuration field 'train'"),
     ],
 )
-def test_unknown_fields_suggest_the_near_one(name: str, sentence: str) -> None:
+def test_unknown_fields_suggest_the_nearest(name: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         RunConfig.from_overrides(load_preset("tiny"), {name: 1})
 
@@ -305,7 +305,7 @@ def test_overrides_reach_model_and_recipe() -> None:
     assert run.train == Recipe(steps=1000)
 
 
-def test_a_run_can_be_changed() -> None:
+def test_overrides_change_a_run() -> None:
     run = RunConfig.from_overrides(load_preset("tiny"), {"train.steps": 10, "train.seed": 3})
     assert run.override({}) == run
     changed = run.override({"width": 96, "train.flops": "1e12", "routing.every": 1})
@@ -511,7 +511,7 @@ def test_sequences_are_the_models_unless_given() -> None:
         RunConfig(model=model, train=Recipe(seq_len=129))
 
 
-def test_schedules_of_the_tests_are_all() -> None:
+def test_schedule_tests_cover_all_schedules() -> None:
     assert set(SCHEDULES) == set(get_args(fields.field_types(Recipe)["schedule"]))
 
 
@@ -519,7 +519,9 @@ def test_schedules_of_the_tests_are_all() -> None:
     ("num_steps", "val_tokens", "expected"),
     [(20000, 131072, 1000), (100, 2048, 10), (100, 131072, 640), (100, 1, 10)],
 )
-def test_validations_read_a_tenth_at_most(num_steps: int, val_tokens: int, expected: int) -> None:
+def test_validation_takes_at_most_a_tenth_of_the_run(
+    num_steps: int, val_tokens: int, expected: int
+) -> None:
     model = ModelConfig(max_seq_len=128)
     run = RunConfig(model=model, train=Recipe(batch_size=16, val_tokens=val_tokens))
     assert run.space_validations(num_steps) == expected
@@ -527,7 +529,7 @@ def test_validations_read_a_tenth_at_most(num_steps: int, val_tokens: int, expec
     assert fixed.space_validations(num_steps) == 7
 
 
-def test_trained_weights_learn_slowly_unless_told_otherwise() -> None:
+def test_trained_weights_get_a_low_rate_by_default() -> None:
     model = load_preset("tiny")
     run = make_start_config(model, {"train.learning_rate": 1e-3})
     assert run.model == model

@@ -34,7 +34,7 @@ def test_every_export_has_an_entry_and_a_docstring(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/design.md"])
-def test_named_files_are_there(name: str) -> None:
+def test_named_files_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     paths = set(re.findall(r"`([\w./-]+(?:\.py|/))`", text)) - NOT_THERE
     assert len(paths) > 20
@@ -59,7 +59,7 @@ def test_lines_of_text_have_at_most_100_columns() -> None:
     assert long == []
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_and_anchors_exist() -> None:
     pages = {path.resolve(): path.read_text(encoding="utf-8") for path in _list_pages()}
     notebook = json.loads((DOCS / "tutorial.ipynb").read_text(encoding="utf-8"))
     cells = ("".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "markdown")
@@ -108,7 +108,7 @@ def _blank(code: re.Match[str]) -> str:
     return "\n" * code[0].count("\n")
 
 
-def test_named_things_are_there() -> None:
+def test_named_identifiers_exist() -> None:
     sources = [p for name in ("src", "tests") for p in sorted((ROOT / name).rglob("*.*"))]
     sources = [p for p in sources if p.suffix in {".py", ".cu", ".cuh", ".toml"}]
     sources += [ROOT / "Makefile", ROOT / "pyproject.toml"]

@@ -20,7 +20,7 @@ from test_architecture import modules_loaded_by
 from text_runs import write_text_run
 
 
-def test_every_exported_name_is_there() -> None:
+def test_every_exported_name_exists() -> None:
     for name in depthmix.__all__:
         assert getattr(depthmix, name) is not None
     assert depthmix.Transformer is nn.Transformer
@@ -31,12 +31,12 @@ def test_every_exported_name_is_there() -> None:
     assert depthmix.TrainStep is TrainStep
 
 
-def test_unknown_names_are_no_attributes() -> None:
+def test_unknown_names_raise_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Transfomer'"):
         _ = depthmix.Transfomer
 
 
-def test_only_what_is_used_is_loaded() -> None:
+def test_exports_load_only_what_they_need() -> None:
     assert "torch" not in modules_loaded_by("import depthmix; depthmix.load_preset('tiny')")
     loaded = modules_loaded_by("import depthmix; depthmix.Engine")
     assert "depthmix.infer" in loaded
@@ -52,7 +52,7 @@ def test_names_are_listed_before_they_are_loaded() -> None:
 
 # as a user has it: without the types being checked, which would refuse most of it before
 @pytest.mark.compile
-def test_text_where_ids_belong_is_told() -> None:
+def test_text_in_place_of_ids_is_refused() -> None:
     model: Any = nn.Transformer(depthmix.load_preset("tiny"))
     step: Any = TrainStep(model, torch.optim.SGD(model.parameters()))
     engine: Any = infer.Engine(model, selector="predictor")

@@ -148,7 +148,7 @@ def link_distribution(found: metadata.Distribution, place: Path) -> None:
             target.symlink_to(source)
 
 
-def test_the_archives_are_fit_to_be_uploaded(built: Path) -> None:
+def test_archives_pass_twines_check(built: Path) -> None:
     names = sorted(path.name for path in built.iterdir())
     assert names == [f"depthmix-{__version__}-py3-none-any.whl", f"depthmix-{__version__}.tar.gz"]
     command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, built.iterdir())]
@@ -181,15 +181,15 @@ def test_the_wheel_promises_what_is_tested(wheel: Path) -> None:
     assert {"plot", "hf", "dev"} <= set(found.get_all("Provides-Extra") or [])
 
 
-def test_nothing_but_the_requirements_is_there(installed: Installed) -> None:
+def test_the_environment_has_only_the_requirements(installed: Installed) -> None:
     code = (
         "import importlib.util as u, depthmix;"
         f"print([n for n in {ABSENT!r} if u.find_spec(n)], depthmix.__version__, depthmix.__file__)"
     )
-    told = subprocess.check_output(
+    printed = subprocess.check_output(
         [installed.bin / "python", "-c", code], text=True, env=clean_environment()
     )
-    assert told.startswith(f"[] {__version__} {installed.bin.parent}")
+    assert printed.startswith(f"[] {__version__} {installed.bin.parent}")
 
 
 def test_the_first_commands_work(installed: Installed) -> None:
@@ -199,27 +199,29 @@ def test_the_first_commands_work(installed: Installed) -> None:
     installed.run("prepare", "text.txt", "--out", "data", "--vocab-size", "300")
     model = ["--preset", "small.toml", "--data", "data", "--device", "cpu"]
     assert "finished" in installed.run("train", *model, "--steps", "4", "--out", "runs/first")
-    told = installed.run("sample", "runs/first", "--prompt", "def", "--max-tokens", "8")
-    assert told.startswith("def")
+    printed = installed.run("sample", "runs/first", "--prompt", "def", "--max-tokens", "8")
+    assert printed.startswith("def")
     # no picture, and one line that says why
-    told = installed.run("demo", *model, "--flops", "3e10", "--out", "runs/demo")
+    printed = installed.run("demo", *model, "--flops", "3e10", "--out", "runs/demo")
     missing = "pictures need matplotlib: pip install 'depthmix[plot]'"
-    assert told.splitlines().count(f"no picture: {missing}") == 1
-    assert "A sample of small-mod" in told
-    tables = told.split("Training both")[0] + told.rpartition("tokens seen")[2].split("no pic")[0]
+    assert printed.splitlines().count(f"no picture: {missing}") == 1
+    assert "A sample of small-mod" in printed
+    tables = (
+        printed.split("Training both")[0] + printed.rpartition("tokens seen")[2].split("no pic")[0]
+    )
     assert "routed blocks" in tables
     assert "speed-up" in tables
     assert max(map(len, tables.splitlines())) <= 80
     assert (installed.work / "runs/demo/report/report.html").is_file()
     # a second one in the same place suggests only what demo has
-    told = installed.run("demo", *model, "--flops", "2e10", "--out", "runs/demo", fails=True)
-    (line,) = told.splitlines()
+    printed = installed.run("demo", *model, "--flops", "2e10", "--out", "runs/demo", fails=True)
+    (line,) = printed.splitlines()
     suggested = set(re.findall(r"--[a-z-]+", line))
     assert suggested == {"--out"}
     assert suggested <= set(re.findall(r"--[a-z-]+", installed.run("demo", "--help")))
     # a report without pictures is a page with its tables
-    told = installed.run("report", "runs", "--out", "page")
-    assert missing in told
+    printed = installed.run("report", "runs", "--out", "page")
+    assert missing in printed
     assert "<table>" in (installed.work / "page" / "report.html").read_text()
     assert not list((installed.work / "page").glob("*.png"))
 
@@ -232,9 +234,9 @@ def test_shells_complete_verbs_and_options(installed: Installed) -> None:
     for typed, expected in (("tr", ["train", "trace"]), ("describe --js", ["--json"])):
         typing = f"COMP_WORDS=(depthmix {typed}); COMP_CWORD={len(typed.split())}"
         code = f'{script}\n{typing}; _depthmix_completion depthmix; echo "${{COMPREPLY[@]}}"'
-        told = subprocess.check_output(
+        printed = subprocess.check_output(
             ["bash", "-c", code],
             text=True,
             env={**clean_environment(), "PATH": f"{installed.bin}:{os.environ['PATH']}"},
         )
-        assert told.split() == expected
+        assert printed.split() == expected

@@ -80,7 +80,7 @@ def test_causal_attention_equals_loops(overrides: dict[str, object]) -> None:
     torch.testing.assert_close(attention(x, place), expected, rtol=0, atol=1e-13)
 
 
-def test_documents_do_not_see_each_other_nor_padding() -> None:
+def test_attention_stays_inside_documents() -> None:
     attention, _ = make_attention()
     x = torch.randn(2, LENGTH, 16, dtype=torch.float64)
     documents = torch.tensor([[-1, 0, 0, 0, 1, 1, 1], [5, 5, 2, 2, 2, -1, -1]])
@@ -98,7 +98,7 @@ def test_documents_do_not_see_each_other_nor_padding() -> None:
 
 
 @pytest.mark.parametrize("with_documents", [False, True])
-def test_gathered_tokens_keep_their_places(with_documents: bool) -> None:
+def test_gathered_tokens_keep_their_positions(with_documents: bool) -> None:
     """Attention over a subset equals attention over all, with the other keys hidden."""
     attention, _ = make_attention()
     x = torch.randn(2, LENGTH, 16, dtype=torch.float64)
@@ -128,7 +128,7 @@ def test_gathered_tokens_keep_their_places(with_documents: bool) -> None:
     assert found.isfinite().all()
 
 
-def test_taking_places() -> None:
+def test_take_gathers_places() -> None:
     documents = torch.tensor([[0, 0, 1, 1], [3, 3, 3, -1]])
     positions = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 0]])
     place = make_place(positions, documents, documents >= 0)

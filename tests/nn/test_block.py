@@ -58,7 +58,7 @@ def test_memory_goes_through_the_same_norm() -> None:
     torch.testing.assert_close(found, block(x, place).update, rtol=0, atol=1e-13)
 
 
-def test_experts_know_when_they_decode() -> None:
+def test_block_passes_decoding_on_to_experts() -> None:
     config = make_config("moe_expert_choice")
     block = Block(config, experts=True).double()
     for parameter in block.parameters():

@@ -104,7 +104,7 @@ EQUATION: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", ["plain", "packed", "padded"])
 @pytest.mark.parametrize("selector", [None, "topk", "router", "predictor", "all"])
 @pytest.mark.parametrize("name", EQUATION)
-def test_equation_holds(name: str, selector: str | None, layout: str) -> None:
+def test_update_equals_the_papers_equation(name: str, selector: str | None, layout: str) -> None:
     """x_i + g(r_i)·f_i(x_S) for i in S, x_i for the others: outputs and gradients."""
     config = make_config(name, **EQUATION[name])
     if config.find_selector_problem(selector) is not None:
@@ -176,7 +176,7 @@ def test_kept_tokens_are_unique_ascending_and_inverted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mod", "stochastic", "early_exit", "mod_list"])
-def test_the_block_sees_k_tokens_at_their_own_places(name: str) -> None:
+def test_the_block_gets_k_tokens_with_their_positions(name: str) -> None:
     recorder = Recorder()
     layer, x = make_layer(name, recorder), make_x()
     out, routing, _ = layer(x, make_place())
@@ -215,7 +215,7 @@ def test_first_tokens_of_each_document_are_kept() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["token_choice", "causal"])
-def test_queries_are_not_crowded_out_of_the_keys(strategy: str) -> None:
+def test_tokens_with_queries_also_provide_keys(strategy: str) -> None:
     """All key places would go to early tokens, were none reserved for updated ones."""
     layer = make_layer("token_choice_kv", **{"routing.strategy": strategy})
     assert layer.kv_decider is not None
@@ -267,19 +267,19 @@ def test_target_is_topk_of_the_same_scores(name: str, selector: str | None) -> N
 
 
 @pytest.mark.parametrize("name", ["token_choice", "stochastic"])
-def test_no_target_where_there_is_no_topk_to_learn(name: str) -> None:
+def test_strategies_without_topk_have_no_target(name: str) -> None:
     decider, routing = decide(name, None)
     assert routing.target is None
     assert routing.predictor_logits is None
     assert decider.predictor is None
 
 
-def test_every_strategy_is_among_the_variants() -> None:
+def test_variants_cover_every_strategy() -> None:
     assert {make_config(name).routing.strategy for name in NAMES} == set(STRATEGIES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_strategy_asks_the_right_head(name: str) -> None:
+def test_each_strategy_uses_its_head(name: str) -> None:
     config = make_config(name)
     if not config.routed_layers:
         assert config.capacities == ()
@@ -372,7 +372,7 @@ def test_unit_gate_sends_no_gradient_to_the_router() -> None:
     assert layer.decider.router.weight.grad.abs().sum() > 0
 
 
-def test_random_gates_are_the_noise_that_chose() -> None:
+def test_random_gates_equal_the_noise_that_selected() -> None:
     """The paper's control: the largest of what is drawn, which is the gate, and no router."""
     options = {"routing.noise_gate": "gaussian", "routing.capacity": 0.5}
     layer, x = make_layer("stochastic", Recorder(), **options), make_x(requires_grad=True)
@@ -392,7 +392,7 @@ def test_random_gates_are_the_noise_that_chose() -> None:
     torch.testing.assert_close(routing.weight, 1 + routing.logits.gather(1, routing.index).tanh())
 
 
-def test_a_bias_decides_and_is_not_in_the_gate() -> None:
+def test_bias_changes_decisions_but_not_gates() -> None:
     options = {"routing.gate": "raw", "routing.place_factor": 2.0}
     layer, x = make_layer("token_choice_bias", Recorder(), **options), make_x()
     decider = layer.decider
@@ -427,7 +427,7 @@ def test_a_bias_starts_at_the_capacity(capacity: float) -> None:
     assert share == pytest.approx(capacity, abs=0.03)
 
 
-def test_memory_reaches_the_block() -> None:
+def test_block_receives_the_memory() -> None:
     given: list[Memory | None] = []
 
     class Listener(nn.Module):
@@ -450,7 +450,7 @@ def test_memory_reaches_the_block() -> None:
 
 
 @pytest.mark.compile
-def test_layers_of_different_capacities_are_compiled_in_one_process() -> None:
+def test_layers_of_different_capacities_compile() -> None:
     torch.compiler.reset()
     x, place = torch.randn(2, LENGTH, make_config("mod").width).double(), make_place()
     for capacity in (0.125, 0.5, 0.25):

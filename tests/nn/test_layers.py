@@ -27,9 +27,7 @@ from depthmix.nn.layers import (
         (torch.float64, torch.float64),
     ],
 )
-def test_at_least_float32_widens_and_never_narrows(
-    given: torch.dtype, expected: torch.dtype
-) -> None:
+def test_at_least_float32_only_widens(given: torch.dtype, expected: torch.dtype) -> None:
     assert at_least_float32(torch.zeros(1, dtype=given)).dtype == expected
 
 
@@ -131,7 +129,7 @@ def test_mlp_by_hand(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "gelu"])
-def test_activation_of_joined_matrices_by_hand(kind: str) -> None:
+def test_activation_of_a_joined_matrix_by_hand(kind: str) -> None:
     """Experts hold SwiGLU's two matrices as one: the gate's columns first."""
     assert input_width(6, kind) == (12 if kind == "swiglu" else 6)
     hidden = torch.randn(5, input_width(6, kind), dtype=torch.float64)

@@ -179,7 +179,7 @@ def run(name: str, **overrides: Any) -> tuple[ModelConfig, Output]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parts_exist_where_they_mean_something(name: str) -> None:
+def test_parts_of_the_loss_exist_where_they_apply(name: str) -> None:
     config, output = run(name)
     found = routing_loss(config, output.routings, output.expert_routings)
     routing, experts = config.routing, config.experts
@@ -208,7 +208,7 @@ WEIGHTS = {
 @pytest.mark.parametrize(
     "name", ["mod", "token_choice", "mod_kv", "mode_staged", "mode_staged_token_choice"]
 )
-def test_the_sum_is_weighted(name: str) -> None:
+def test_loss_is_the_weighted_sum_of_its_parts(name: str) -> None:
     weights = dict(WEIGHTS)
     if name == "token_choice":
         del weights["routing.aux_loss_weight"]
@@ -233,7 +233,7 @@ def test_the_sum_is_weighted(name: str) -> None:
     assert found.loss.requires_grad
 
 
-def test_nothing_to_route_costs_nothing() -> None:
+def test_routing_loss_is_zero_without_routing_or_weights() -> None:
     config, output = run("dense")
     found = routing_loss(config, output.routings, output.expert_routings)
     assert found.loss.item() == 0
@@ -302,7 +302,7 @@ def test_depth_balance_by_hand() -> None:
     assert routing_loss(config, [make_depth_routing(logits)]).loss.isfinite()
 
 
-def test_decoding_has_nothing_to_learn_from() -> None:
+def test_decoding_has_no_routing_loss() -> None:
     config, output = run("mod")
     routings = [r._replace(target=None) for r in output.routings]
     found = routing_loss(config, routings)
@@ -311,7 +311,7 @@ def test_decoding_has_nothing_to_learn_from() -> None:
     assert found.loss.item() == 0
 
 
-def test_expert_balance_counts_what_was_asked_for() -> None:
+def test_expert_balance_counts_choices_before_the_limit() -> None:
     """Choices count also where no place was left, so that the loss sees the crowding."""
     config = make_config("moe_token_choice_limited", **{"experts.balance_loss_weight": 1.0})
     logits = torch.zeros(1, 6, 4)

@@ -54,7 +54,7 @@ def test_scores_are_float32_under_bf16(how: str, normalize: bool) -> None:
     assert scores.bfloat16().unique().numel() < 2500
 
 
-def test_router_passes_gradient_both_ways() -> None:
+def test_router_passes_gradients_to_input_and_weight() -> None:
     router = make_router()
     x = torch.randn(2, 5, WIDTH, requires_grad=True)
     router(x).sum().backward()

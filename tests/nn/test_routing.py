@@ -142,7 +142,7 @@ def test_causal_takes_every_positive_score(
     check_kept(rule(scores, candidates), expected, scores.shape[1])
 
 
-def test_causal_leaves_a_lone_token_out_if_its_score_says_so() -> None:
+def test_causal_skips_a_single_token_with_a_negative_score() -> None:
     kept = causal(torch.tensor([[-1.0], [0.0], [1.0]]), Candidates())
     assert (kept.slot >= 0).tolist() == [[False], [False], [True]]
     assert kept.valid is not None
@@ -161,7 +161,7 @@ def test_padded_rows_count_their_real_tokens(capacity: float, length: int) -> No
     assert int((padded.slot >= 0).sum()) == expected
 
 
-def test_stochastic_ignores_scores_and_obeys_the_seed() -> None:
+def test_stochastic_depends_on_the_seed_only() -> None:
     scores = torch.arange(64.0).expand(2, -1)
     torch.manual_seed(5)
     first, second = stochastic(scores, 0.25, Candidates()), stochastic(scores, 0.25, Candidates())
@@ -212,7 +212,7 @@ def test_early_exit_sets_nest(seed: int, padded: bool) -> None:
         previous, before = make_routing(kept, scores), inside
 
 
-def test_survivors_of_no_block_are_the_candidates() -> None:
+def test_without_a_previous_block_all_candidates_survive() -> None:
     candidates = Candidates(present=torch.tensor([[True, False]]))
     assert survivors(candidates, None) is candidates
     assert candidates.mask() is candidates.present
@@ -256,10 +256,10 @@ def test_every_gate_has_its_formula() -> None:
     scores = torch.tensor([[-0.5, 0.0, 2.0]], dtype=torch.float64)
     names = {"exp": math.exp, "tanh": math.tanh}
     for name, rule in GATES.items():
-        told = [eval(rule.formula, {**names, "r": r}) for r in scores[0].tolist()]
-        assert apply_gate(name, scores)[0].tolist() == pytest.approx(told), name
-        assert told[1] == rule.at_zero, name
-        assert (len(set(told)) == 1) == rule.is_constant, name
+        values = [eval(rule.formula, {**names, "r": r}) for r in scores[0].tolist()]
+        assert apply_gate(name, scores)[0].tolist() == pytest.approx(values), name
+        assert values[1] == rule.at_zero, name
+        assert (len(set(values)) == 1) == rule.is_constant, name
 
 
 def test_unknown_gate_is_refused() -> None:
@@ -267,5 +267,5 @@ def test_unknown_gate_is_refused() -> None:
         apply_gate("softmax", torch.zeros(1, 1))
 
 
-def test_every_strategy_that_routes_has_a_rule() -> None:
+def test_every_routing_strategy_has_a_rule() -> None:
     assert set(RULES) == set(STRATEGIES) - {"none"}

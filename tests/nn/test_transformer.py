@@ -92,7 +92,7 @@ def test_a_zero_router_with_gate_tanh1_is_the_dense_model() -> None:
     torch.testing.assert_close(routed(tokens).logits, dense(tokens).logits, rtol=0, atol=1e-10)
 
 
-def test_the_dense_comparison_can_fail() -> None:
+def test_the_dense_comparison_detects_a_difference() -> None:
     for change in ({"routing.capacity": 0.9}, {"routing.gate": "sigmoid"}):
         routed, dense = make_twins(make_config("mod", **{**FULL, **change}))
         tokens = make_tokens(routed.config, 2, 12)
@@ -119,7 +119,7 @@ def test_output_and_its_parts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_language_model_loss_trains_what_it_should(name: str) -> None:
+def test_language_model_loss_reaches_all_but_predictors(name: str) -> None:
     """Every parameter gets a gradient, but for predictors and for routers behind a unit gate."""
     config = make_config(name)
     model = make_model(config)
@@ -150,7 +150,7 @@ def test_state_dict_round_trip(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mod", "dense_mha_qk_norm_untied", "mod_kv", "mode_staged"])
-def test_meta_model_is_allocated_then_initialised(name: str) -> None:
+def test_meta_model_can_be_initialised(name: str) -> None:
     config = make_config(name)
     with torch.device("meta"):
         model = Transformer(config)
@@ -222,7 +222,7 @@ def test_early_exit_sets_nest_through_the_stack(selector: str | None) -> None:
 
 
 @pytest.mark.parametrize("selector", [None, "predictor"])
-def test_who_exits_early_passes_no_later_block(selector: str | None) -> None:
+def test_tokens_that_exit_pass_no_later_block(selector: str | None) -> None:
     model = make_model(make_config("early_exit", **{"routing.first_dense": 1, "num_layers": 5}))
     after: list[Tensor] = []
     for layer in model.layers:
@@ -251,7 +251,7 @@ def test_positions_count_inside_documents() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if routes_deterministically(n)])
-def test_explicit_places_equal_the_implied_ones(name: str) -> None:
+def test_explicit_positions_equal_the_default_ones(name: str) -> None:
     config = make_config(name)
     model, tokens = make_model(config), make_tokens(config, 2, 12)
     expected = model(tokens).logits
@@ -266,7 +266,7 @@ def test_explicit_places_equal_the_implied_ones(name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-def test_positions_change_the_result_by_their_distances_only() -> None:
+def test_only_relative_positions_matter() -> None:
     config = make_config("mod")
     model, tokens = make_model(config), make_tokens(config, 2, 12)
     expected = model(tokens).logits
@@ -358,7 +358,7 @@ def test_residual_mix_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kv_capacity", [None, 0.5])
-def test_values_get_their_embeddings(kv_capacity: float | None) -> None:
+def test_value_embeddings_are_added(kv_capacity: float | None) -> None:
     """A block's values are W·x plus a scaled row of the table, whichever tokens they are of."""
     config = make_config(
         "mod_mix_values", residual_mix=False, **{"routing.kv_capacity": kv_capacity}

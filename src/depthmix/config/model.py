@@ -131,7 +131,7 @@ class ExpertsConfig:
     """
 
     strategy: ExpertStrategyName = "none"
-    """Who chooses."""
+    """What chooses."""
     num_experts: Count = 8
     """Number of expert MLPs per block."""
     num_noop: NotNegative[int] = 0

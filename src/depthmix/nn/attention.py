@@ -20,7 +20,7 @@ from depthmix.kernels import linear, rotate_heads, rotate_split
 from depthmix.nn.layers import Linear, RMSNorm, add_bias
 
 # on an H200 cuDNN trains 1.5 times as fast as flash attention at 1,024 tokens and more, and as fast
-# at 128; but it plans again for each shape, and generation has many
+# at 128; but it makes a new plan for each shape, and generation has many
 TRAINING_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -200,7 +200,7 @@ def make_mask(
 def make_block_mask(place: Place) -> BlockMask:
     """The same for tokens that attend to themselves, as blocks that are skipped where empty.
 
-    Order is causal, and empty places are a document of their own, so nothing else needs a look. On
+    Order is causal, and empty places are a document of their own, so nothing else is checked. On
     an H200 over documents of 1,000 tokens this trains 2.5 times as fast as a mask of all pairs.
     """
     documents = place.documents
@@ -234,7 +234,7 @@ def attend(
         return F.scaled_dot_product_attention(
             query_BNTH, key_BGSH, value_BGSH, attn_mask=mask[:, None], enable_gqa=grouped
         ).transpose(1, 2)
-    # choosing takes time of its own, which a step of one token would feel
+    # choosing takes time, which would slow down a step of one token
     training = query.is_cuda and torch.is_grad_enabled()
     with sdpa_kernel(TRAINING_BACKENDS, set_priority=True) if training else nullcontext():
         return F.scaled_dot_product_attention(

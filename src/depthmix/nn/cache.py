@@ -109,7 +109,7 @@ class Cache:
         dtype: torch.dtype = torch.float32,
         compact: bool | None = None,
     ) -> None:
-        """Room for `num_tokens` tokens in each row, also if a router keeps all of them.
+        """Room for `num_tokens` tokens in each row, even if a router keeps all of them.
 
         `compact` computes kept tokens only; False keeps shapes independent of the
         routing and never waits for the device. Unless given, a CPU computes kept tokens only.

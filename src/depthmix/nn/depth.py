@@ -39,8 +39,8 @@ class Decider(nn.Module):
 
     @capacity.setter
     def capacity(self, capacity: float) -> None:
-        # as text: torch.compile makes an unknown of a number in which two blocks or models differ,
-        # and the number of places cannot be computed from one
+        # as text: torch.compile treats a number in which two blocks or models differ as unknown,
+        # and then the number of places cannot be computed
         self._capacity = repr(capacity)
 
     @torch.no_grad()

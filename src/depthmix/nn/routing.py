@@ -127,7 +127,7 @@ RULES: Mapping[str, Callable[[Tensor, float, Candidates], Kept]] = {
     "early_exit": expert_choice,
     "causal": token_choice,
 }
-"""Who is kept under each strategy of `config.STRATEGIES`, which says whose scores they are of."""
+"""Which tokens each strategy keeps; `config.STRATEGIES` says which scores it uses."""
 
 
 def causal(scores: Float[Tensor, "B T"], candidates: Candidates, *, compact: bool = False) -> Kept:
