@@ -25,9 +25,11 @@ from depthmix.config import load_preset, num_kept
 from depthmix.files import replace_file
 from depthmix.report.charts import (
     chart_causal,
+    chart_depth,
     chart_experts,
     chart_isoflop,
     chart_relative_flops,
+    chart_router,
     chart_time,
     number_colors,
 )
@@ -62,6 +64,7 @@ from depthmix.report.frontier import (
 from depthmix.report.load import Row
 from depthmix.report.page import format_error
 from depthmix.report.records import load_records, read_lines
+from depthmix.report.traces import read_trace
 from depthmix.sweep.plan import PlannedRun, expand_plan, load_plan
 from depthmix.units import format_power
 
@@ -1133,6 +1136,22 @@ TABLES: dict[str, Callable[[], str]] = {
 PAGES = (ROOT / "README.md", *sorted(RESULTS.glob("*.md")))
 
 
+SMALL = "at CPU scale: 0.1 M parameters"
+"""In the title of what says nothing about larger models."""
+
+
+def chart_traces() -> list[Chart]:
+    """Two small models trained on a CPU, without and with an auxiliary loss on the router."""
+    names = {"mod": "no auxiliary loss", "mod-aux": "auxiliary loss 0.01"}
+    traces = {
+        label: read_trace(RESULTS / "traces" / f"{name}.json") for name, label in names.items()
+    }
+    return [
+        chart._replace(title=f"{chart.title}, {SMALL}")
+        for chart in (chart_router(traces), chart_depth(traces))
+    ]
+
+
 def list_figures() -> list[Chart]:
     """The figures of results/, each named by its file."""
     planned, every = read_rows("isoflop"), read_rows("isoflop", "shapes")
@@ -1148,6 +1167,7 @@ def list_figures() -> list[Chart]:
         chart_upcycle(),
         chart_experts(fit_runs(experts), number_colors(experts)),
         chart_time(last, fits, colors),
+        *chart_traces(),
     ]
 
 
