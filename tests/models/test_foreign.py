@@ -223,7 +223,10 @@ def test_sharded_and_half_precision_weights(llama: Path) -> None:
         read_weights(llama, config)
     index[names[0]] = "b.safetensors"
     (llama / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
-    with pytest.raises(ValueError, match=f"does not hold '{names[0]}'"):
+    with pytest.raises(
+        ValueError,
+        match=f"does not have '{names[0]}', which model.safetensors.index.json says is there",
+    ):
         read_weights(llama, config)
 
 

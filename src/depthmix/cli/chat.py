@@ -83,14 +83,14 @@ def chat(
     talk = Talk(sampler, params, chat=opened.chat, system=system, color=color, screen=sys.stdout)
     with show_line("compiling kernels (once: they are cached for the next time)") as progress:
         sampler.warm_up_all(progress)
-    _tell(talk.begin())
+    _say(talk.begin())
     read = _make_reader()
     while True:
         try:
             line = read()
         except KeyboardInterrupt:
             # drops the line being typed, nothing else
-            _tell("\nCtrl-D quits")
+            _say("\nCtrl-D quits")
             continue
         except EOFError:
             break
@@ -98,11 +98,11 @@ def chat(
             break
         try:
             if line.startswith("/") and not line.startswith("//"):
-                _tell(talk.command(line))
+                _say(talk.command(line))
                 continue
             code = _answer(talk, line[1:] if line.startswith("//") else line)
         except ValueError as error:
-            _tell(f"depthmix: {error}")
+            _say(f"depthmix: {error}")
             continue
         if code:
             raise typer.Exit(code)
@@ -114,7 +114,7 @@ def _answer(talk: Any, text: str) -> int:
 
     # Ctrl-C stops the answer, never the program, however often it is pressed
     with Interrupt(raises=False) as interrupt:
-        _tell(talk.answer(text, lambda: interrupt.signal))
+        _say(talk.answer(text, lambda: interrupt.signal))
     others = [number for number in interrupt.signals if number != signal.SIGINT]
     return 128 + others[0] if others else 0
 
@@ -137,7 +137,7 @@ def _make_reader() -> Callable[[], str]:
     return read
 
 
-def _tell(sentence: str) -> None:
+def _say(sentence: str) -> None:
     # on stderr, so that stdout has only the answers
     sys.stdout.flush()
     print(sentence, file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from depthmix.cli.arguments import (
     trace_text,
 )
 
-# tokens on a page by default: a few megabytes
+# tokens on a page by default, which make a few megabytes
 MAX_SHOWN = 16_384
 
 

@@ -23,11 +23,11 @@ class LeftOut(NamedTuple):
 
     layer: int
     loss: float
-    """In nats a token, without it and those that were found before it."""
+    """In nats per token, without this block and those found before it."""
 
 
 class LeastBlocks(NamedTuple):
-    """The blocks whose removal hurts least on a text, and the losses measured."""
+    """The blocks whose removal hurts least on a text, with the losses."""
 
     whole: float
     """Loss with every block."""

@@ -33,9 +33,9 @@ def measure_stream(
 ) -> dict[str, Any]:
     """Every rule's loss in nats, perplexity, bits per byte and share of tokens routed.
 
-    The stream is cut into windows of `seq_len` tokens, the model's `max_seq_len` if empty, and each
-    is a row of its own, as in training. A dense model has the rule `dense`; a routed one `topk`,
-    its training's, and `causal`, where it has a head for it.
+    The stream is cut into windows of `seq_len` tokens (default: the model's `max_seq_len`), each a
+    row of its own, as in training. A dense model has the rule `dense`; a routed one has `topk`,
+    the rule of training, and `causal`, if it has a head for it.
     """
     config = model.config
     check_value("seq_len", seq_len, Count)
@@ -136,6 +136,6 @@ def _measure(
 
 
 def _compare_flops(config: ModelConfig, length: int) -> float:
-    """Forward FLOPs by the training's rule as a share of the dense twin's."""
+    """Forward FLOPs under the rule of training, as a fraction of the dense twin's."""
     dense = flops.forward_flops(config.dense_twin(), seq_len=length)
     return flops.forward_flops(config, seq_len=length) / dense

@@ -17,13 +17,13 @@ from depthmix.nn.losses import IGNORE
 
 
 class Stream(NamedTuple):
-    """Tokens in a row, and what they stand for."""
+    """A sequence of tokens, and the size of its text."""
 
     tokens: Sequence[int]
     num_bytes: float | None
-    """UTF-8 bytes of all that is predicted; None if unknown."""
+    """UTF-8 bytes of the predicted tokens; None if unknown."""
     end_token: int | None
-    """What begins a document."""
+    """Begins a document; None if unknown."""
 
 
 class Window(NamedTuple):
@@ -31,9 +31,9 @@ class Window(NamedTuple):
 
     tokens: Int[Tensor, "1 T"]
     targets: Int[Tensor, " predicted"]
-    """What follows each token; at the text's end one fewer than tokens."""
+    """The next token of each; one fewer than tokens at the text's end."""
     documents: Int[Tensor, "1 T"] | None
-    """Set where the window holds more than one document."""
+    """Set if the window has more than one document."""
 
 
 class Padded(NamedTuple):
@@ -41,9 +41,9 @@ class Padded(NamedTuple):
 
     tokens: Int[Tensor, "B T"]
     targets: Int[Tensor, "B T"]
-    """`IGNORE` where nothing is predicted."""
+    """`IGNORE` where there is nothing to predict."""
     documents: Int[Tensor, "B T"] | None
-    """Negative where a row has ended; None where all rows are whole and one document each."""
+    """Negative after the end of a row; None if all rows are full and have one document each."""
 
 
 def read_texts(
@@ -72,7 +72,7 @@ def read_stored(
     max_tokens: int | None = None,
     split: str = "val",
 ) -> Stream:
-    """The tokens of texts, or of a data folder: without either, of what a run was trained on."""
+    """The tokens of texts or of a data folder; without either, of the data of the model's run."""
     if texts is not None:
         return read_texts(list(texts), model.vocabulary, max_tokens)
     if data is None:
@@ -107,7 +107,7 @@ def cut_windows(stream: Sequence[int], length: int, end_token: int | None) -> It
     for start in range(0, len(stream), length):
         here = all_tokens[start : start + length]
         documents = None
-        # a first token begins one in any case
+        # the first token begins one in any case
         if end_token is not None and bool((here[1:] == end_token).any()):
             documents = (here == end_token).cumsum(0)[None]
         yield Window(here[None], all_tokens[start + 1 : start + 1 + length], documents)
@@ -116,7 +116,7 @@ def cut_windows(stream: Sequence[int], length: int, end_token: int | None) -> It
 def pad_rows(
     rows: Sequence[Window], device: torch.device, *, num_scored: Sequence[int] | None = None
 ) -> Padded:
-    """Windows side by side; `num_scored` are the last targets of each that count, else all."""
+    """Windows as rows of a batch; of each, the last `num_scored` targets count, or all."""
     length = max(row.tokens.shape[1] for row in rows)
     whole = all(row.documents is None and row.tokens.shape[1] == length for row in rows)
     tokens = torch.zeros(len(rows), length, dtype=torch.long)

@@ -1,7 +1,7 @@
 """lm-eval tasks on depthmix models: the adapter that lm-eval calls, and tasks from files.
 
-The only module that imports lm-eval, an extra. A task is a YAML file next to its JSONL; no code in
-it is run.
+The only module that imports lm-eval, an extra. A task in a file is YAML next to its JSONL; no code
+in it is run.
 """
 
 import json
@@ -36,7 +36,7 @@ MAX_NEW_TOKENS = 256
 class TaskModel(LM):
     """A model and its vocabulary, with lm-eval's interface.
 
-    Every text begins with the end token, as in training; with `chat`, as its template has it.
+    Every text begins with the end token, as in training, or as the template of `chat` begins it.
     """
 
     tokenizer_name = "depthmix"
@@ -70,11 +70,11 @@ class TaskModel(LM):
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation after its context; whether greedy would give it."""
+        """Each continuation's log-probability, and whether greedy decoding would give it."""
         pairs = []
         for request in requests:
             context, continuation = request.args
-            # together, because a token may reach over the place where they meet
+            # together, because a token may span the boundary
             whole = self.vocabulary.tokenize(context + continuation)
             num_given = min(len(self.vocabulary.tokenize(context)), len(whole) - 1)
             pairs.append((whole, len(whole) - num_given))
@@ -83,7 +83,7 @@ class TaskModel(LM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-probability of whole texts, each token once."""
+        """Log-probability of whole texts; each token is predicted once."""
         end_token, longest = self.vocabulary.end_token, self.model.config.max_seq_len
         prefix = 0 if end_token is None else end_token
         rows, owners = [], []
@@ -99,7 +99,7 @@ class TaskModel(LM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy text, unless a task asks for a temperature, up to a stop string."""
+        """Text up to a stop string, greedy unless a task asks for a temperature."""
         engine = Engine(
             self.model,
             selector=self.selector,
@@ -128,17 +128,17 @@ class TaskModel(LM):
         return texts
 
     def _begin(self, ids: list[int]) -> list[int]:
-        """A document, unless a chat template has begun it."""
+        """Begin a document, unless a chat template has done so."""
         if self.chat is not None and ids:
             return ids
         return begin_document(ids, self.vocabulary.end_token)
 
     def _score(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """For each row of tokens: how probable its last so many are, and whether they are best."""
+        """For each row: the log-probability of its last tokens, and whether all are the best."""
         longest = self.model.config.max_seq_len + 1
         device = self.model.embedding.weight.device
         scores: dict[int, tuple[float, bool]] = {}
-        # rows of like length together, the longest first: what does not fit is known at once
+        # rows of similar length together, the longest first: memory runs out at once, or never
         order = sorted(range(len(rows)), key=lambda n: -len(rows[n][0]))
         for start in range(0, len(order), self.batch_size):
             chosen = order[start : start + self.batch_size]
@@ -159,11 +159,11 @@ class TaskModel(LM):
 def run_tasks(model: TaskModel, options: EvalOptions) -> dict[str, dict[str, Any]]:
     """Each task's metrics. A name is one of `list_own_tasks`, a .yaml file, or lm-eval's.
 
-    A model with a chat template is asked by it.
+    A model with `chat` gets its questions in the chat template.
     """
-    # its progress and advice are meant for its own command line
+    # its progress and advice are for its own command line
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # it would ask git, which prints an error where there is no repository
+    # it would run git, which prints an error outside a repository
     evaluator.get_git_commit_hash = lambda: None
     found = [_find_task(name) for name in options.tasks]
     only_own = all(isinstance(task, dict) for task in found)
@@ -221,7 +221,7 @@ def _find_task(name: str) -> str | dict[str, Any]:
                 f"{path}: {name} = {tree[name]} is none of its data_files: {', '.join(splits)}"
             )
     rows = {split: datasets.Dataset.from_list(_read_lines(p)) for split, p in splits.items()}
-    # read here: no cache is written, and a name is looked for beside its task
+    # read here, so that no cache is written and names are relative to the task's file
     del tree["dataset_kwargs"]
     return {**tree, "custom_dataset": lambda **_: rows}
 
@@ -231,7 +231,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"there is no file {path}, which its task names")
     rows = []
     try:
-        # at newlines only: JSON may hold other ends of lines
+        # at newlines only: JSON may contain other line separators
         for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
             if line.strip():
                 rows.append(json.loads(line))
@@ -245,6 +245,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _keep_numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Metrics by name, their filters left out where there is none."""
+    """Metrics by name; the filter is left out of the name if there is none."""
     kept = {name.removesuffix(",none"): value for name, value in values.items()}
     return {n: v for n, v in kept.items() if isinstance(v, int | float) and "stderr" not in n}

@@ -22,7 +22,7 @@ from depthmix.runs.folder import collect_provenance
 from depthmix.world import choose_device
 
 Report = Callable[[int, int], object]
-"""Takes the tokens that were read, and all of them, counted once for each rule."""
+"""Takes the number of tokens read and their total, both counted once for each rule."""
 
 
 def trace_model(
@@ -34,7 +34,7 @@ def trace_model(
     device: str | None = None,
     report: Report | None = None,
 ) -> dict[str, Any]:
-    """What a model does with `words`, which the trace calls `text`; on a GPU if there is one."""
+    """Trace a model on `words`, which the trace names `text`; on a GPU if there is one."""
     kind = choose_device(device)
     vocabulary = model.vocabulary
     # a text that cannot be traced is refused before weights are read
@@ -66,7 +66,7 @@ def trace_tokens(
     document_mask: bool = True,
     report: Report | None = None,
 ) -> dict[str, Any]:
-    """Everything but the text: the decisions of both rules, entropies and losses.
+    """A trace without the text: the decisions under each rule, entropies and losses.
 
     The text is a document: the end token comes first, as in training. It is cut into windows of
     `max_seq_len` tokens, and each is a row of its own, as a long document is in training.
@@ -76,7 +76,7 @@ def trace_tokens(
     stream = begin_document(tokens, end_token)
     device = model.embedding.weight.device
     windows = list(cut_windows(stream, config.max_seq_len, end_token if document_mask else None))
-    # the training's own rule goes by what the strategy is called
+    # the rule of training is named after the strategy
     labels = {"topk": STRATEGIES[config.routing.strategy].label}
     wanted = config.list_rules()
     rules = {}
@@ -101,7 +101,7 @@ def trace_tokens(
 
 
 def check_tokens(tokens: Sequence[int], config: ModelConfig) -> None:
-    """Refuse what cannot be traced."""
+    """Refuse tokens or a model that cannot be traced."""
     if isinstance(tokens, str):
         raise ValueError("this takes token ids, not text: use trace_model for text")
     if not config.routed_layers:
@@ -187,7 +187,7 @@ def measure_predictions(
 
 
 def _round(values: Tensor) -> list[float]:
-    # four digits are enough to look at, and take a third of the space
+    # four digits are enough for a page, and take a third of the space
     return [round(value, 4) for value in values.double().tolist()]
 
 

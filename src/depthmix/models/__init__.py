@@ -8,7 +8,7 @@
     upcycle      a dense model → a run whose blocks route
     write        weights that came from elsewhere → a run
 
-Needs no transformers. Knows nothing of training and of sampling.
+Needs no transformers, and knows nothing of training or sampling.
 """
 
 from depthmix.models.chat import Chat

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 CHAT_FILE = "chat.json"
 TEMPLATE_FILE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
-# the first that says it counts, as in `generate()`
+# the first file with end tokens counts, as in `generate()`
 ENDINGS = ("generation_config.json", "config.json")
 
 
@@ -25,11 +25,11 @@ class Chat(NamedTuple):
     """A chat template, and the tokens that end an answer."""
 
     template: str
-    """Jinja text that makes a prompt of messages."""
+    """Jinja text that turns messages into a prompt."""
     stop_tokens: tuple[int, ...]
     """Ids that end an answer."""
     bos_token: str | None = None
-    """What the template means by this name, where it has it."""
+    """The text that the template gets by this name, if there is one."""
     eos_token: str | None = None
 
 
@@ -40,12 +40,12 @@ def list_ends(end_token: int | None, chat: Chat | None = None) -> list[int]:
 
 
 def write_chat(folder: Path, chat: Chat) -> None:
-    """Put it into a run's folder."""
+    """Write it into a run's folder."""
     replace_file(folder / CHAT_FILE, json.dumps(chat._asdict(), ensure_ascii=False, indent=1))
 
 
 def read_chat(folder: Path) -> Chat | None:
-    """What a run's folder holds of it; None where it holds nothing."""
+    """The chat template in a run's folder; None if there is none."""
     path = folder / CHAT_FILE
     if not path.is_file():
         return None
@@ -70,7 +70,7 @@ def find_chat(folder: Path) -> Chat | None:
 def render_chat(
     chat: Chat, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
 ) -> str:
-    """A template's text for some messages, in a sandbox and with the names that templates use."""
+    """The prompt that a template makes of messages, in a sandbox."""
     return _compile_template(chat.template).render(
         messages=messages,
         add_generation_prompt=add_generation_prompt,
@@ -80,7 +80,7 @@ def render_chat(
     )
 
 
-# a server asks for the same one with every conversation
+# a server needs the same one for every conversation
 @lru_cache(maxsize=8)
 def _compile_template(template: str) -> "jinja2.Template":
     import jinja2
@@ -121,13 +121,13 @@ def _list_endings(folder: Path) -> Iterator[tuple[int, ...]]:
 
 
 def _read_token(value: Any) -> str | None:
-    """A special token's text, which may come with its properties."""
+    """A special token's text, which may be part of an object with its properties."""
     found = value.get("content") if isinstance(value, dict) else value
     return found if isinstance(found, str) else None
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none, as none of this is needed to read a model."""
+    """A JSON object; empty if there is none, as a model can be read without it."""
     try:
         tree = parse_json(path.read_bytes())
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""Models in Hugging Face's folders: what a `config.json` means to us, and whose tensor is whose.
+"""Models in Hugging Face folders: a `config.json` → a `ModelConfig`, and their tensors → ours.
 
-Owns which dense families we can be and what of them we refuse, the table of names (one, both ways),
-and how an exported folder is read. Reads JSON and safetensors itself: nothing is unpickled, and no
-code or class of theirs is needed.
+Knows the dense families that can be read, what is refused of them, and one table of names for both
+directions; also reads exported folders. JSON and safetensors are read directly: nothing is
+unpickled, and no code of the folder or of transformers is needed.
 """
 
 import math
@@ -23,7 +23,7 @@ from depthmix.units import format_bytes
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
-# beside the weights of an adapter, which are not those of a model
+# stands beside the weights of an adapter, which are not a model's
 ADAPTER_FILE = "adapter_config.json"
 # bytes that a table of rotary phases, and the cache of one text, may take in any model
 MAX_TABLE_BYTES = 2**28
@@ -34,7 +34,7 @@ MAX_CACHE_SHARE = 16
 # model_type of what depthmix exports
 OWN_KIND = "depthmix"
 
-# model_type -> what its blocks have beside the rest; SmolLM and many others are of type llama
+# model_type → the fields that differ from the defaults; SmolLM and many others are of type llama
 FAMILIES: dict[str, dict[str, bool]] = {
     "llama": {},
     "mistral": {},
@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, bool]] = {
     "qwen3": {"qk_norm": True},
 }
 
-# rotary positions of a type -> our `rope_factors` by their names
+# type of rotary positions → their names for the numbers in our `rope_factors`
 ROPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -52,13 +52,13 @@ ROPES: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# our name -> theirs; where they have several, ours are theirs below each other
+# our name → theirs; several of theirs are stacked to make ours
 TABLE: dict[str, tuple[str, ...]] = {
     "embedding.weight": ("model.embed_tokens.weight",),
     "norm.weight": ("model.norm.weight",),
     "head.weight": ("lm_head.weight",),
 }
-# the same in each block, after layers.N. here and model.layers.N. there
+# the same in each block: after layers.N. in our names, and model.layers.N. in theirs
 BLOCK_TABLE: dict[str, tuple[str, ...]] = {
     "norm_attention.weight": ("input_layernorm.weight",),
     "attention.w_qk.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight"),
@@ -81,7 +81,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Entry(NamedTuple):
-    """One of our tensors, and where it comes from."""
+    """One of our tensors, and the tensors that it is made of."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -97,9 +97,9 @@ class Entry(NamedTuple):
 
 
 def read_config(folder: Path, *, max_seq_len: int | None = None) -> ModelConfig:
-    """The dense model that a folder's `config.json` describes; what we cannot be is refused.
+    """The dense model that a folder's `config.json` describes; refuses what ours cannot express.
 
-    `max_seq_len` is for fewer positions than it was made for.
+    `max_seq_len` asks for fewer positions than the model has.
     """
     tree = read_tree(folder)
     kind = str(tree.get("model_type"))
@@ -187,7 +187,7 @@ def _check_positions(folder: Path, config: ModelConfig, name: str) -> None:
 
 
 def _find_problems(kind: str, tree: Mapping[str, Any], length: int) -> Iterator[str]:
-    """What a dense model of ours cannot do, each as the end of a sentence."""
+    """What our dense models cannot express, each as the end of a sentence."""
     for name in tree.get("architectures") or []:
         if not str(name).endswith("ForCausalLM"):
             yield f"the architecture '{name}': only language models (…ForCausalLM) can be read"
@@ -205,17 +205,17 @@ def _find_problems(kind: str, tree: Mapping[str, Any], length: int) -> Iterator[
             yield f"rotary positions of type '{scaling}' and no number '{name}' for them"
     if rope.get("partial_rotary_factor", 1) != 1:
         yield "partial rotary positions, which cannot be read"
-    # Mistral's window where its configuration does not say
+    # Mistral's default, if the configuration does not give it
     window = tree.get("sliding_window", 4096 if kind == "mistral" else None)
     if tree.get("use_sliding_window", kind == "mistral") and window and window < length:
         yield (
-            f"attention in a sliding window of {window} tokens: up to so many it is the same as "
-            f"without, so give max_seq_len={window}"
+            f"attention in a sliding window of {window} tokens, which changes nothing up to that "
+            f"length: give max_seq_len={window}"
         )
 
 
 def _read_rope(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Type and numbers of the rotary positions; releases before 5 have them in two places."""
+    """Type and numbers of the rotary positions, from the two places where releases put them."""
     found = (tree.get(name) for name in ("rope_parameters", "rope_scaling"))
     newer, older = (each if isinstance(each, dict) else {} for each in found)
     chosen = older or newer
@@ -231,7 +231,8 @@ def _get(folder: Path, tree: Mapping[str, Any], name: str, kind: type) -> Any:
 def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
     """The weights of a dense model by our names, in float32 on the CPU.
 
-    What is missing, too much, or of another shape than `config` says is refused with its name.
+    Tensors that are missing, unexpected, or of another shape than `config` implies are refused by
+    name.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -248,7 +249,7 @@ def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
         shapes = {}
         for name, path in files.items():
             if name not in opened[path].keys():  # noqa: SIM118
-                raise ValueError(f"{path} does not hold '{name}', as {INDEX_FILE} says")
+                raise ValueError(f"{path} does not have '{name}', which {INDEX_FILE} says is there")
             shapes[name] = tuple(opened[path].get_slice(name).get_shape())
         _check_shapes(folder, entries, shapes, tied=config.tied_head)
 
@@ -271,7 +272,7 @@ def _check_values(folder: Path, name: str, value: Tensor) -> None:
             f"'{name}' in {folder} is {value.dtype}: quantised weights cannot be read, use the "
             f"original ones"
         )
-    # a sum needs no copy of a large tensor, and NaN and Inf are kept by it
+    # a sum needs no copy of a large tensor, and stays NaN or infinite
     if not math.isfinite(value.sum(dtype=torch.float64)) and not value.isfinite().all():
         raise ValueError(
             f"'{name}' in {folder} has weights that are NaN or infinite: the model is broken, get "
@@ -280,7 +281,7 @@ def _check_values(folder: Path, name: str, value: Tensor) -> None:
 
 
 def to_foreign(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a dense model by their names: the inverse of what `read_weights` does to names."""
+    """Weights of a dense model by their names: the inverse of `read_weights`."""
     found = {}
     for entry in list_entries(config):
         parts = weights[entry.ours].split(entry.num_rows)
@@ -289,10 +290,10 @@ def to_foreign(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, 
 
 
 def list_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Every tensor of a dense model, and what it is there; a tied head has none of its own."""
+    """Every tensor of a dense model, and its sources; a tied head has no tensor of its own."""
     shape, width = config.shape, config.width
     query, key = config.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
-    # rows of each of theirs, and the width of a row; None where it is a vector
+    # rows of each of theirs, and the width of a row; None for a vector
     sizes: dict[str, tuple[tuple[int, ...], int | None]] = {
         "embedding.weight": ((config.vocab_size,), width),
         "norm.weight": ((width,), None),
@@ -336,7 +337,7 @@ def find_files(folder: Path) -> dict[str, Path]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{folder / INDEX_FILE} is damaged: {error}") from error
         for file in set(names.values()):
-            # a name and nothing else: an index must not lead out of its folder
+            # only a name: an index must not lead out of its folder
             if Path(file).name != file or not (folder / file).is_file():
                 raise ValueError(f"{folder / INDEX_FILE} names '{file}', which is not there")
         return {name: folder / file for name, file in names.items()}
@@ -381,12 +382,12 @@ def _check_tied(folder: Path, head: Tensor, embedding: Tensor) -> None:
     if not torch.equal(head, embedding):
         raise ValueError(
             f"{folder / CONFIG_FILE} says that the head is the embedding (tie_word_embeddings), "
-            f"and the weights hold another one: set it to false there"
+            f"but the weights have a different head: set it to false there"
         )
 
 
 def read_exported_config(folder: Path, *, max_seq_len: int | None = None) -> ModelConfig:
-    """The model of an exported folder, whose `config.json` has our fields among others."""
+    """The model of an exported folder, whose `config.json` includes our fields."""
     tree = read_tree(folder)
     _refuse_unreadable(folder, tree)
     known = {name: tree[name] for name in fields.field_types(ModelConfig) if name in tree}
@@ -401,7 +402,7 @@ def read_exported_config(folder: Path, *, max_seq_len: int | None = None) -> Mod
 
 
 def read_exported_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of an exported folder, in float32; whether they fit is checked elsewhere."""
+    """The weights of an exported folder, in float32; `build_model` checks names and shapes."""
     from safetensors import safe_open
 
     weights = {}
@@ -410,6 +411,6 @@ def read_exported_weights(folder: Path) -> dict[str, Tensor]:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         for name, value in found.items():
             _check_values(folder, name, value)
-            # transformers' own class holds our model as `model`
+            # in the class for transformers, our model is the attribute `model`
             weights[name.removeprefix("model.")] = align_weight(value.float())
     return weights

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: a name → a local folder. Never downloads code."""
+"""Models on the Hugging Face hub: a name → a local folder, without any code."""
 
 import re
 from pathlib import Path

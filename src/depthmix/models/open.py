@@ -82,9 +82,9 @@ def open_model(
 ) -> StoredModel:
     """The model of a run, of one of its checkpoints, or of a Hugging Face folder.
 
-    Of a run, `checkpoint` is best, newest, a name or a step; empty means the best where there are
-    scores, else the newest. `tokenizer` is for a model that has none beside it, `max_seq_len` for
-    fewer positions than the model was made for.
+    For a run, `checkpoint` is best, newest, a name or a step; the default is the best if there are
+    scores, otherwise the newest. `tokenizer` is for a model without one, and `max_seq_len` for
+    fewer positions than the model has.
     """
     path = Path(path)
     if not (path / "config.toml").is_file() and (path / foreign.CONFIG_FILE).is_file():
@@ -109,7 +109,7 @@ def open_model(
 
 
 def find_checkpoint(run: RunDir, name: str | None) -> Path:
-    """The folder of the checkpoint that `name` means."""
+    """The folder of a checkpoint, by best, newest, its name or its step."""
     if name is None or name in ("best", "newest"):
         return choose_checkpoint(run.path, name)  # pyrefly: ignore[bad-argument-type]
     present = {place.name: place for place in list_checkpoints(run.checkpoints).values()}
@@ -122,11 +122,11 @@ def find_checkpoint(run: RunDir, name: str | None) -> Path:
 
 
 def _find_place(path: Path, checkpoint: str | None) -> tuple[RunDir | None, Path]:
-    """The run and the checkpoint that a path means."""
+    """The run and the checkpoint at a path."""
     if (path / STATE).is_file() or (path / CHECKSUMS).is_file():
         if checkpoint is not None:
             raise ValueError(f"{path} is already a checkpoint: leave out --checkpoint")
-        # it lies two folders below its run; a copy may lie anywhere
+        # it is two folders below its run; a copy may be anywhere
         above = path.resolve().parent.parent
         return (RunDir(above) if (above / "config.toml").is_file() else None), path
     # a run without its configuration may still have checkpoints

@@ -31,12 +31,12 @@ DEFAULTS: dict[str, Any] = {
 # what turns all of it off
 DENSE = {"routing.strategy": "none"}
 
-# FLOPs are printed for sequences of this length, or the model's where it is shorter
+# FLOPs are printed for sequences of this length, or of the model's if that is shorter
 SHOWN_LENGTH = 1024
 
 
 class Upcycled(NamedTuple):
-    """A new run, and what it was made of."""
+    """A new run, and its source."""
 
     run: RunDir
     source: StoredModel
@@ -97,7 +97,7 @@ def upcycle(
     config = source.config.override({**DEFAULTS, **overrides})
     if not config.routed_layers:
         raise ValueError("routing.strategy = none leaves the model dense: choose another")
-    # the same refusals as for a run, before anything is written
+    # refuses what any run refuses, before anything is written
     run = RunConfig(model=config)
     weights = source.network.cpu().state_dict()
     fitted = fit_weights(config, weights, source.path)
@@ -118,7 +118,7 @@ def upcycle(
 
 
 def _check_same(dense: ModelConfig, config: ModelConfig, source: Path) -> None:
-    """Refuse another function than the source's; tensors that do not fit are named later."""
+    """Refuse fields that change the source's function; shapes of tensors are checked later."""
     heads, rope = ("num_heads", "num_kv_heads", "head_width"), ("rope_theta", "rope_factors")
     for name in (*heads, *rope, "norm_eps", "max_seq_len"):
         before, after = getattr(dense, name), getattr(config, name)

@@ -26,12 +26,12 @@ class Vocabulary(NamedTuple):
 
     tokenizer: "tokenizers.Tokenizer"
     end_token: int | None
-    """What stands at a document's start and end; None if unknown."""
+    """Begins and ends a document; None if unknown."""
 
     def encode(self, text: str) -> list[int]:
         """A prompt's tokens, as a document begins in the training data.
 
-        No text at all is then the prompt for a new document.
+        An empty text is the prompt for a new document.
         """
         ids = begin_document(self.tokenize(text), self.end_token)
         if not ids:
@@ -45,7 +45,7 @@ class Vocabulary(NamedTuple):
         return self._read(text).ids
 
     def tokenize_start(self, text: str, max_tokens: int | None) -> tuple[list[int], int]:
-        """At most so many of a text's first tokens, and the number of characters they stand for."""
+        """A text's first tokens, at most `max_tokens`, and the number of characters in them."""
         found = self._read(text)
         ids = found.ids[:max_tokens]
         is_whole = len(ids) == len(found.ids)
@@ -53,7 +53,7 @@ class Vocabulary(NamedTuple):
 
     def _read(self, text: str) -> "tokenizers.Encoding":
         if not isinstance(text, str):
-            raise ValueError(f"only text has tokens, and {text!r:.60} is none")
+            raise ValueError(f"only text has tokens, and {text!r:.60} is not text")
         try:
             # other threads run while a batch is encoded, even of one text, and not otherwise
             if len(text) >= LONG_TEXT:
@@ -63,21 +63,21 @@ class Vocabulary(NamedTuple):
             raise ValueError(f"the prompt {text!r:.60} is not valid UTF-8") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens; an end token inside it is written by its name."""
+        """The text of tokens; an end token is written by its name."""
         if isinstance(tokens, str):
             raise ValueError(f"{tokens!r:.60} is text already: decode takes token ids")
         return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
 def begin_document(tokens: Sequence[int], end_token: int | None) -> list[int]:
-    """A text's tokens as a document of the training data: the end token comes first, and once."""
+    """A text's tokens as a document of the training data, which the end token begins, once."""
     if end_token is None or (tokens and tokens[0] == end_token):
         return list(tokens)
     return [end_token, *tokens]
 
 
 def find_vocabulary(run: RunDir) -> Vocabulary:
-    """The tokenizer in the run's folder, or the one its data was made with."""
+    """The tokenizer in a run's folder, or the one that its data was prepared with."""
     starts = run.read_starts()
     if (run.path / TOKENIZER_FILE).is_file():
         return _read_copy(run.path / TOKENIZER_FILE, starts[-1]["data"] if starts else {})
@@ -95,8 +95,8 @@ def find_vocabulary(run: RunDir) -> Vocabulary:
     manifest = read_manifest(folder)
     if manifest.hash != used["hash"]:
         raise ValueError(
-            f"the data in {folder} is not what {run.path} was trained on, and its tokenizer may be "
-            f"another: name the right one with --tokenizer"
+            f"the data in {folder} is not what {run.path} was trained on, and may have another "
+            f"tokenizer: name the right one with --tokenizer"
         )
     return _read_data(folder, manifest)
 
@@ -119,9 +119,9 @@ def read_folder(folder: Path) -> Vocabulary:
 
 
 def find_end(folder: Path) -> int | None:
-    """The id that ends a document by what a folder holds; None if unknown.
+    """The id that ends a document, by the files in a folder; None if unknown.
 
-    An export notes it. Else the tokenizer's name for it counts, then the configuration's.
+    An export records it. Otherwise the usual names in the tokenizer decide, then the configuration.
     """
     tree = read_tree(folder) if (folder / CONFIG_FILE).is_file() else {}
     noted = _find_noted(folder) if tree.get("model_type") == OWN_KIND else None
@@ -136,7 +136,7 @@ def find_end(folder: Path) -> int | None:
 
 
 def _find_noted(folder: Path) -> int | None:
-    """What our export writes: a document's end token begins it, too."""
+    """The end token as our export writes it: as the token that begins a document."""
     try:
         noted = parse_json((folder / "generation_config.json").read_bytes())["bos_token_id"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -154,7 +154,7 @@ def _read_data(folder: Path, manifest: Manifest) -> Vocabulary:
 
 
 def _read_copy(path: Path, used: Mapping[str, Any]) -> Vocabulary:
-    """The tokenizer in a run's folder; runs of older releases note neither hash nor end token."""
+    """The tokenizer in a run's folder, whose hash and end token older releases did not record."""
     wanted = used.get("tokenizer_hash")
     if wanted is not None and hash_file(path) != wanted:
         raise ValueError(

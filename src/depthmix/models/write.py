@@ -20,7 +20,7 @@ from depthmix.models.open import StoredModel
 from depthmix.models.vocabulary import find_end
 from depthmix.runs.folder import RunDir, collect_provenance
 
-# where the files of a folder are until all of them are there
+# holds the files of a folder until all of them are there
 UNFINISHED = ".new"
 
 
@@ -28,7 +28,7 @@ UNFINISHED = ".new"
 def fill_folder(out: Path, mark: str) -> Iterator[Path]:
     """A folder to write the contents of `out`, which are moved there at the end, `mark` last.
 
-    A failure leaves nothing behind, and leftovers of a kill are removed by the next attempt.
+    After a failure nothing is left; what a killed process has left is removed by the next attempt.
     """
     new, made = out / UNFINISHED, not out.exists()
     try:
@@ -40,7 +40,7 @@ def fill_folder(out: Path, mark: str) -> Iterator[Path]:
                 share_file(path)
             path.rename(out / path.name)
     except (OSError, SafetensorError) as error:
-        # safetensors has the system's words, and no number
+        # an error of safetensors has the system's words, but no number
         number = getattr(error, "errno", None)
         reason = os.strerror(number) if number else str(error)
         raise OSError(
@@ -65,13 +65,13 @@ def write_run(
     reason: str,
     **noted: str,
 ) -> RunDir:
-    """A new run with one checkpoint, at step 0, and the tokenizer of `source` where it has one.
+    """A new run with one checkpoint, at step 0, and the tokenizer of `source` if it has one.
 
-    `reason` says in its status where it comes from; `noted` is kept beside the source's folder.
+    `reason` goes into its status, and `noted` into its provenance, beside the source's folder.
     """
     tokenizer = source / TOKENIZER_FILE
     if tokenizer.is_file():
-        # a damaged one is refused here, and not when a text is asked for
+        # a damaged one is refused now instead of when it is used
         load_tokenizer(tokenizer)
     origin = {
         "folder": str(source.resolve()),

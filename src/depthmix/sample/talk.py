@@ -97,8 +97,8 @@ class Talk:
     def answer(self, text: str, stopped: Callable[[], object] = lambda: False) -> str:
         """Stream the model's answer to a text; returns a line of statistics.
 
-        `stopped` is checked between steps; a stopped answer stays in the conversation as far as it
-        got.
+        `stopped` is checked between steps; what there is of a stopped answer stays in the
+        conversation.
         """
         said, messages, notes = self.text + text, [*self.messages], []
         if self.chat is not None:
@@ -115,11 +115,11 @@ class Talk:
         sample = self._write(prompt, params, stopped)
         if sample.error is not None:
             raise ValueError(f"the answer could not be decoded: {sample.error}")
-        # only now: a refused text is not part of the conversation
+        # at the end, so that a refused text is not part of the conversation
         self.text = said + (sample.text or "")
         self.messages = [*messages, {"role": "assistant", "content": sample.text or ""}]
-        told = summarize([sample], self.sampler.engine.stats(), self.sampler.tokens_per_second)
-        return "; ".join([told, *notes])
+        summary = summarize([sample], self.sampler.engine.stats(), self.sampler.tokens_per_second)
+        return "; ".join([summary, *notes])
 
     def _write(
         self, prompt: list[int], params: SamplingParams, stopped: Callable[[], object]
@@ -164,9 +164,9 @@ class Talk:
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         num_left_out = 0
         while True:
-            told = [*first, *messages[num_left_out:]]
+            kept = [*first, *messages[num_left_out:]]
             try:
-                text = render_chat(chat, told, add_generation_prompt=True)
+                text = render_chat(chat, kept, add_generation_prompt=True)
             except jinja2.TemplateError as error:
                 raise ValueError(f"the chat template failed: {error}") from error
             tokens = self.sampler.vocabulary.tokenize(text)
@@ -229,7 +229,7 @@ class Talk:
 
 
 def _read_number(name: str, text: str) -> int | float:
-    """A number, whole where it is written so; `SamplingParams` knows which it has to be."""
+    """A number, whole if written as one; `SamplingParams` checks that it may be."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)

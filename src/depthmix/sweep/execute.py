@@ -128,7 +128,7 @@ class Executor:
         self.failed: dict[str, list[str]] = {}
         self.interrupt = Interrupt(raises=False)
         self.refusals: dict[str, str] = {}
-        """The last words of a run that was refused before its first step → its name."""
+        """The error of a run that was refused before its first step → the run's name."""
         self._has_passed_on = False
 
     def run(
@@ -152,7 +152,7 @@ class Executor:
                 self._ask_to_end()
                 raise
             finally:
-                # after any failure, nothing is left running
+                # nothing is left running after a failure
                 self._kill()
         return Summary(tuple(self.finished), self.failed, self.interrupt.signal)
 
@@ -183,7 +183,7 @@ class Executor:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._make_environment(),
-                # a terminal's Ctrl-C must not reach it beside ours: a second one would not save
+                # the sweep passes Ctrl-C on; a run that got it twice would end without saving
                 start_new_session=True,
             )
         except BaseException:
@@ -192,7 +192,7 @@ class Executor:
         self.jobs.append(_Job(run, process, log))
 
     def _make_environment(self) -> dict[str, str]:
-        # each would take all cores for itself
+        # each process would use all cores
         threads = max(1, (os.cpu_count() or 1) // self.num_jobs)
         shared = {"OMP_NUM_THREADS": str(threads)} if self.num_jobs > 1 else {}
         return {**shared, **os.environ}
@@ -213,14 +213,14 @@ class Executor:
             else:
                 code = job.process.returncode
                 end = f"signal {-code}" if code < 0 else f"exit code {code}"
-                # the line of the command is ours
+                # the sweep itself writes the line with the command
                 lines = [line for line in read_log_end(path) if not line.startswith("$ depthmix")]
                 self.failed[run.name] = lines or [f"it printed nothing, and ended with {end}"]
 
     def _check_refusal(self, job: _Job) -> None:
-        """End the sweep where two runs are refused with the same words, and none got through.
+        """End the sweep if two runs are refused with the same words and no run has succeeded.
 
-        A GPU that is not there, or data that is gone, would be reported for every run, twice.
+        A missing GPU, or data that is gone, would otherwise be reported for every run, twice.
         """
         path = self.folder / job.run.folder
         if job.process.returncode != MISTAKE or self.finished or read_flops(path):
@@ -265,7 +265,7 @@ class Executor:
     def _kill(self) -> None:
         """Kill what still runs, with its child processes."""
         for job in self.jobs:
-            # of one that was waited for, the number may be another's by now
+            # the number of a process that has ended may belong to another by now
             if job.process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(job.process.pid, signal.SIGKILL)
@@ -277,17 +277,17 @@ class Executor:
 def show_runs(
     console: "Console", total_flops: int | float, num_left: int
 ) -> Iterator[Callable[[SweepProgress], None]]:
-    """One bar for all runs, by FLOPs, and a line per finished run; yields the report function."""
-    told: set[str] = set()
-    # runs come at different speeds: minutes say more about what is left than seconds
+    """A bar for all runs, by FLOPs, and a line for each that ends; yields the report function."""
+    shown: set[str] = set()
+    # runs differ in speed, so the last minutes predict better than the last seconds
     with show_bar(console, speed_seconds=600) as bar:
 
         def report(progress: SweepProgress) -> None:
             ended = {name: "finished" for name in progress.finished}
             ended |= {name: "failed" for name in progress.failed}
-            for name in [name for name in ended if name not in told]:
-                told.add(name)
-                sentence = f"{ended[name]}: {name} ({len(told)} of {num_left})"
+            for name in [name for name in ended if name not in shown]:
+                shown.add(name)
+                sentence = f"{ended[name]}: {name} ({len(shown)} of {num_left})"
                 say(console, sentence)
             verb, end = ("stopping", "stopped") if progress.stopping else ("training", "done")
             running = f"{verb} {len(progress.running)}" if progress.running else end

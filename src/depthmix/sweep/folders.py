@@ -27,7 +27,7 @@ LOG = "log.txt"
 # the configuration of a run, for the process that trains it
 PLANNED = "planned.toml"
 
-# of a log, and of metrics: more than the last lines are long
+# enough for the last lines of a log or of metrics
 _TAIL_BYTES = 2**16
 
 Todo = Literal["start", "resume", "nothing"]
@@ -89,14 +89,14 @@ def print_plan(
     left = [run for run in runs if standings[run.name].todo != "nothing"]
     flops = sum(run.flops - standings[run.name].flops for run in left)
     ways = sorted({run.config.train.flops_convention for run in runs})
-    told = f"{format_count(len(runs), 'run')}, {len(left)} to train, {format_flops(flops)}"
-    told += f" ({', '.join(ways)})"
+    total = f"{format_count(len(runs), 'run')}, {len(left)} to train, {format_flops(flops)}"
+    total += f" ({', '.join(ways)})"
     if speed and left:
-        told += f", about {format_estimate(flops / speed)} at {format_tflops(speed)}"
-        told += ", as the plan guesses" if is_guess else ""
+        total += f", about {format_estimate(flops / speed)} at {format_tflops(speed)}"
+        total += ", as the plan guesses" if is_guess else ""
     elif left:
-        told += "; the time is known when a run has finished, or from --tflops"
-    for line in filter(None, (description, table, told)):
+        total += "; the time is known when a run has finished, or from --tflops"
+    for line in filter(None, (description, table, total)):
         console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
 
 
@@ -138,7 +138,7 @@ def is_finished(path: Path, num_steps: int) -> bool:
 
 def read_flops(path: Path) -> int | float:
     """FLOPs that a run has spent, from its last line of metrics; cheap enough to poll."""
-    # the first line may be cut off, and the last one half-written
+    # the first line may be cut off, and the last one incomplete
     for line in reversed(_read_tail(path / "metrics.jsonl").split(b"\n")[:-1]):
         try:
             record = json.loads(line)
@@ -167,7 +167,7 @@ def measure_speed(runs: Sequence[PlannedRun], folder: Path) -> float | None:
                 total_seconds += (datetime.fromisoformat(ended) - began).total_seconds()
                 total_flops += run.flops
         except (KeyError, TypeError, ValueError):
-            # no error for a mere estimate
+            # an estimate is not worth an error
             continue
     return total_flops / total_seconds if total_seconds > 0 else None
 
@@ -191,7 +191,7 @@ def find_mixed_data(runs: Sequence[PlannedRun], folder: Path) -> str | None:
 
 
 def read_log_end(path: Path, num_lines: int = 3) -> list[str]:
-    """The last lines that a run's process has printed, empty ones left out."""
+    """The last lines that a run's process has printed, without empty ones."""
     text = _read_tail(path / LOG).decode(errors="replace")
     return [line.rstrip() for line in text.splitlines() if line.strip()][-num_lines:]
 

@@ -17,7 +17,7 @@ from depthmix.config.train import update_names
 DEFAULT_PRESET = "demo"
 DEFAULT_SCALE = "smoke"
 
-# what a plan may say at its top, in a scale, and beside a size's fields
+# the keys of a plan, of a scale, and of a size besides its fields
 _SCALE_KEYS = ("budgets", "seeds", "sizes", "common", "variants", "vocab_size", "tflops")
 _PLAN_KEYS = ("name", "description", "preset", "data", "scale", *_SCALE_KEYS)
 _SIZE_KEYS = ("name", "variants", "budgets", "seeds")
@@ -25,7 +25,7 @@ _SIZE_KEYS = ("name", "variants", "budgets", "seeds")
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """A plan as it was written, for one of its scales."""
+    """A plan as written, at one of its scales."""
 
     name: str
     description: str
@@ -37,22 +37,22 @@ class SweepPlan:
     variants: dict[str, dict[str, Any]]
     """Name → the dotted fields that make it."""
     budgets: tuple[float, ...]
-    """FLOPs of a run's training."""
+    """Training FLOPs of a run."""
     sizes: tuple["Size", ...]
     scale: str | None = None
-    """The scale's name; None where the plan has one size only."""
+    """The scale's name; None if the plan has one size only."""
     vocab_size: int | None = None
-    """Ids of the default corpus, where no data is named; None means as many as it has by itself."""
+    """Vocabulary size of the default corpus, if no data is named; None means its default."""
     tflops: float | None = None
-    """TFLOP/s to expect of all jobs together, until runs have finished; None means unknown."""
+    """Expected TFLOP/s of all jobs together, until runs have finished; None means unknown."""
 
 
 class Size(NamedTuple):
-    """A size of a model, and which runs are made of it."""
+    """A size of a model, and the runs to make of it."""
 
     fields: dict[str, Any]
     name: str | None
-    """Names the runs; None means by width and depth."""
+    """Part of the runs' names; None means width and depth."""
     variants: tuple[str, ...]
     budgets: tuple[float, ...]
     seeds: tuple[int, ...]
@@ -97,9 +97,9 @@ def read_plan(
     *,
     default_name: str = "sweep",
 ) -> SweepPlan:
-    """Build a plan of plain data; files that it names are looked for in the folder `where`.
+    """Build a plan from plain data; files that it names are relative to the folder `where`.
 
-    What a scale says goes before what stands at the top; common fields are put together.
+    A scale's keys override those at the top; common fields are merged.
     """
     _refuse_unknown(tree, _PLAN_KEYS, "a plan")
     scales = _read_table(tree, "scale")
@@ -224,7 +224,7 @@ def _read_fields(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted fields, by the names of today also in a plan that was written before."""
+    """Dotted fields by their current names, also those of older plans."""
     return update_names(fields.flatten(tree))
 
 
@@ -236,7 +236,7 @@ def _read_text(tree: Mapping[str, Any], name: str, default: str) -> str:
 
 
 def _check_name(name: Any) -> str:
-    """A part of a path, which must not leave its folder."""
+    """Check a part of a path, which must not leave its folder."""
     if not isinstance(name, str) or not name.strip(".") or "/" in name or "\\" in name:
         raise ValueError(f"'{name}' names a folder: use letters, digits, '-' and '_'")
     return name
@@ -250,12 +250,12 @@ def _refuse_unknown(tree: Mapping[str, Any], known: Sequence[str], what: str) ->
 
 
 def format_budget(budget: int | float) -> str:
-    """FLOPs as a folder is named: `1e15`, `1.6e16`."""
+    """FLOPs as in the names of folders: `1e15`, `1.6e16`."""
     digits, _, power = f"{budget:.9e}".partition("e")
     return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
 
 
-# fields that the plan itself sets, by what
+# fields that the plan itself sets, and the key that sets them
 _RESERVED = {"train.flops": "budgets", "train.seed": "seeds"}
 
 
@@ -269,21 +269,21 @@ class PlannedRun(NamedTuple):
     config: RunConfig
     num_steps: int
     flops: int
-    """Of all steps; at most the budget."""
+    """FLOPs of all steps; at most the budget."""
     num_parameters: int
 
     @property
     def folder(self) -> str:
-        """The run's folder below that of the sweep."""
+        """The run's folder inside the sweep's."""
         return self.name.partition("/")[2]
 
 
 def expand_plan(
     plan: SweepPlan, overrides: Mapping[str, Any] | None = None, *, vocab_size: int | None = None
 ) -> list[PlannedRun]:
-    """Every run of a plan, by budget, variant and size; or a list of all that is wrong with it.
+    """Every run of a plan, by budget, variant and size; all problems are reported together.
 
-    `overrides` go before all that the plan says; `vocab_size` behind it.
+    `overrides` go before the plan's fields; `vocab_size` is a default.
     """
     model = load_config(plan.preset)
     found: list[PlannedRun] = []
@@ -313,7 +313,7 @@ def expand_plan(
 
 
 def check_vocabulary(runs: Sequence[PlannedRun], vocab_size: int) -> None:
-    """Refuse models that do not know all ids of the data."""
+    """Refuse models whose vocabulary is smaller than the data's."""
     for run in runs:
         if run.config.model.vocab_size < vocab_size:
             raise ValueError(
@@ -358,12 +358,12 @@ def _plan_run(
 
 
 def _say_size(given: Mapping[str, Any]) -> str:
-    # of a configuration that could not be made
+    # the configuration itself could not be made
     return f"w{given.get('width', '?')}-l{given.get('num_layers', '?')}"
 
 
 def _say_problems(problems: Mapping[str, Sequence[str]]) -> str:
-    """One sentence, or a line for each problem; a run that has it stands for all that have."""
+    """One sentence, or a line for each problem with the first run that has it."""
     lines = []
     for problem, labels in problems.items():
         others = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
