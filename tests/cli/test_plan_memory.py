@@ -91,7 +91,9 @@ def test_numbers_after_an_option_are_its_own() -> None:
         ([*SMALL, "--gpus", "512"], "use a multiple of 512"),
         ([*SMALL, "train.shard_sise=8"], "no configuration field 'train.shard_sise'. Did you mean"),
         ([*SMALL, "--seq-len", "65"], "is more than the model's max_seq_len = 64"),
-        ([*SMALL, "--flops-per-second", "0"], "must be greater than 0"),
+        ([*SMALL, "--flops-per-second", "0"], "--flops-per-second 0.0 must be greater than 0"),
+        ([*SMALL, "--gpus-per-node", "0"], "--gpus-per-node 0 must be at least 1"),
+        ([*SMALL, "--network", "-1"], "--network -1.0 must be greater than 0"),
     ],
 )
 def test_mistakes_are_one_sentence(

@@ -384,8 +384,8 @@ def test_one_gpu_shares_nothing() -> None:
             "512 GPUs x train.num_micro_batches=4: use a multiple of 2048",
         ),
         ({"train.shard_size": 3}, Cluster(8), "train.shard_size = 3 must divide the 8 processes"),
-        ({}, Cluster(0), "num gpus = 0 must be greater than 0"),
-        ({}, Cluster(8, 8, float("nan")), "flops per second = nan must be greater than 0"),
+        ({}, Cluster(0), "num_gpus = 0 must be at least 1"),
+        ({}, Cluster(8, 8, float("nan")), "flops_per_second = nan must be "),
     ],
 )
 def test_what_could_not_run_is_refused(

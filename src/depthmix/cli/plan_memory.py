@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from depthmix.cli.arguments import FIELDS_ALLOWED, AsJson, RunFieldsCommand, app, split_arguments
+from depthmix.cli.arguments import (
+    FIELDS_ALLOWED,
+    AsJson,
+    RunFieldsCommand,
+    app,
+    name_flags,
+    split_arguments,
+)
 
 
 @app.command(cls=RunFieldsCommand, context_settings=FIELDS_ALLOWED)
@@ -46,6 +53,7 @@ def plan_memory(
     depthmix plan-memory 1b train.batch_size=512 --gpus 8 64 512
     """
     from depthmix.config import make_run_config
+    from depthmix.config.fields import Positive, check_value
 
     counts, rest = split_counts(gpus, arguments)
     names, overrides = split_arguments(rest, train=True)
@@ -59,8 +67,12 @@ def plan_memory(
     # after the checks: torch takes seconds to load
     from depthmix.train.memory import Cluster, estimate_run, print_estimates
 
-    rates = (flops_per_second, nvlink * 1e9 / 8, network * 1e9 / 8)
-    found = [estimate_run(run, Cluster(count, gpus_per_node, *rates)) for count in counts]
+    with name_flags("gpus_per_node", "flops_per_second", "network", "nvlink"):
+        # before they become bytes
+        for name, rate in {"network": network, "nvlink": nvlink}.items():
+            check_value(name, rate, Positive[float])
+        rates = (flops_per_second, nvlink * 1e9 / 8, network * 1e9 / 8)
+        found = [estimate_run(run, Cluster(count, gpus_per_node, *rates)) for count in counts]
     if as_json:
         tree = {"model": names[0], "run": run.to_dict(), "estimates": [e.to_dict() for e in found]}
         print(json.dumps(tree, indent=2))

@@ -16,6 +16,7 @@ import torch
 
 from depthmix import flops
 from depthmix.config import ModelConfig, Recipe, RunConfig, num_kept
+from depthmix.config.fields import Count, Positive, check_value
 from depthmix.kernels.cross_entropy import CHUNK_TOKENS
 from depthmix.units import (
     format_bytes,
@@ -186,13 +187,13 @@ USABLE = 0.9
 class Cluster(NamedTuple):
     """The machines, as the user describes them."""
 
-    num_gpus: int
-    gpus_per_node: int = 8
-    flops_per_second: float = 400e12
+    num_gpus: Count
+    gpus_per_node: Count = 8
+    flops_per_second: Positive[float] = 400e12
     """Achieved FLOP/s of a GPU in training, not its peak."""
-    nvlink_bytes_per_second: float = 450e9
+    nvlink_bytes_per_second: Positive[float] = 450e9
     """Bandwidth of one GPU inside its node, in one direction."""
-    network_bytes_per_second: float = 50e9
+    network_bytes_per_second: Positive[float] = 50e9
     """Bandwidth of the network per GPU, in one direction."""
 
 
@@ -386,9 +387,8 @@ def list_rows(estimate: Estimate) -> dict[str, str]:
 
 
 def _check(recipe: Recipe, cluster: Cluster) -> None:
-    for name, value in cluster._asdict().items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name.replace('_', ' ')} = {value} must be greater than 0")
+    for name, declared in Cluster.__annotations__.items():
+        check_value(name, getattr(cluster, name), declared)
     recipe.check_sharing(cluster.num_gpus, "GPUs")
 
 
