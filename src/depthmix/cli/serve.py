@@ -18,6 +18,9 @@ from depthmix.cli.arguments import (
     name_flags,
     name_missing_extra,
 )
+from depthmix.serve.limits import Limits
+
+LIMITS = Limits()
 
 
 @app.command(cls=PlainCommand)
@@ -72,29 +75,35 @@ def serve(
     ] = None,
     max_queue: Annotated[
         int, typer.Option(help="Most samples waiting; further requests get 429.")
-    ] = 256,
+    ] = LIMITS.max_queue,
     max_prompt_tokens: Annotated[
         int | None, typer.Option(help="Longest prompt.", show_default="the model's limit")
     ] = None,
-    max_n: Annotated[int, typer.Option(help="Most samples per prompt.")] = 16,
-    max_samples: Annotated[int, typer.Option(help="Most samples per request.")] = 128,
-    max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = 4 << 20,
+    max_n: Annotated[int, typer.Option(help="Most samples per prompt.")] = LIMITS.max_n,
+    max_samples: Annotated[
+        int, typer.Option(help="Most samples per request.")
+    ] = LIMITS.max_samples,
+    max_body_bytes: Annotated[
+        int, typer.Option(help="Largest request body.")
+    ] = LIMITS.max_body_bytes,
     max_connections: Annotated[
         int, typer.Option(help="Most connections; further ones get 503.")
-    ] = 512,
+    ] = LIMITS.max_connections,
     header_seconds: Annotated[
         float, typer.Option(help="Time limit for a request's headers.")
-    ] = 10.0,
-    body_seconds: Annotated[float, typer.Option(help="Time limit for a request's body.")] = 30.0,
+    ] = LIMITS.header_seconds,
+    body_seconds: Annotated[
+        float, typer.Option(help="Time limit for a request's body.")
+    ] = LIMITS.body_seconds,
     idle_seconds: Annotated[
         float, typer.Option(help="Time that a connection may be idle between requests.")
-    ] = 75.0,
+    ] = LIMITS.idle_seconds,
     write_seconds: Annotated[
         float, typer.Option(help="Time that a client may leave an answer unread.")
-    ] = 60.0,
+    ] = LIMITS.write_seconds,
     drain_seconds: Annotated[
         float, typer.Option(help="Time for running requests to finish after SIGTERM.")
-    ] = 30.0,
+    ] = LIMITS.drain_seconds,
     checkpoint: Checkpoint = None,
     tokenizer: TokenizerPlace = None,
     device: Device = None,
@@ -119,8 +128,6 @@ def serve(
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
-    from depthmix.serve.limits import Limits
-
     options = {
         "max_body_bytes": max_body_bytes,
         "max_prompt_tokens": max_prompt_tokens,
