@@ -14,7 +14,7 @@ def test_a_limit_is_positive(name: str) -> None:
     if name.endswith("_seconds"):
         wrong += [float("inf"), float("nan")]
     for value in wrong:
-        with pytest.raises(ValueError, match=f"{name} = .* must be a positive number"):
+        with pytest.raises(ValueError, match=f"{name} = .* must be "):
             Limits(**{name: value})
     if name in ("max_queue", "drain_seconds"):
         # no line, and no patience, are fine

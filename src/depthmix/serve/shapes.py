@@ -5,8 +5,10 @@ parameter that is not supported is refused by its name and never ignored; null i
 leaving it out. Knows nothing of the engine but the wishes that it takes.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import fields
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -19,6 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from depthmix.config.fields import Bounds
 from depthmix.infer import SamplingParams
 from depthmix.serve.limits import (
     MAX_LOGPROBS,
@@ -91,6 +94,19 @@ TokenId = Annotated[int, Field(ge=0)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
 
 
+def take_field(name: str, **other: int) -> Any:
+    """A field with the default and the bounds that the engine has for it, or `other` bounds."""
+    (field,) = (field for field in fields(SamplingParams) if field.name == name)
+    # a type that may be None has them one level down
+    kinds = (field.type, *get_args(field.type))
+    metadata = [each for kind in kinds for each in getattr(kind, "__metadata__", ())]
+    (bounds,) = (each for each in metadata if isinstance(each, Bounds))
+    found = {"gt": bounds.above, "ge": bounds.least, "le": bounds.most, "lt": bounds.below}
+    given: dict[str, Any] = {k: v for k, v in found.items() if math.isfinite(v)}
+    given |= other
+    return Field(field.default, **given)
+
+
 class WishShape(BaseModel):
     """What every request has: strict types, and no name that is not known."""
 
@@ -127,19 +143,19 @@ class SamplingShape(WishShape):
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[Real, Field(ge=0)] = 1.0
-    top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 63)] = 0
+    temperature: Real = take_field("temperature")
+    top_p: Real = take_field("top_p")
+    top_k: int = take_field("top_k", ge=-1)
     """0 and -1 mean all."""
-    min_p: Annotated[Real, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[Real, Field(gt=0)] = 1.0
-    frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] = 0.0
-    presence_penalty: Annotated[Real, Field(ge=-2, le=2)] = 0.0
-    n: Annotated[int, Field(ge=1)] = 1
+    min_p: Real = take_field("min_p")
+    repetition_penalty: Real = take_field("repetition_penalty")
+    frequency_penalty: Real = take_field("frequency_penalty")
+    presence_penalty: Real = take_field("presence_penalty")
+    n: int = take_field("n")
     stop: Stops = []
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] = []
     ignore_eos: bool = False
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    seed: int | None = take_field("seed")
     stream: bool = False
     stream_options: StreamOptions | None = None
     depth: bool = False
