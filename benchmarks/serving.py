@@ -9,11 +9,14 @@ For each model, one at a time on the device:
 
 engine      `Engine.generate` of all requests in one process, without a server: tokens per second
 saturated   the same requests over HTTP, all at once
-curve       requests that arrive at random (Poisson), at fractions of the dense model's saturated
-            rate, the same for both: how long each took from its sending to its end
+streamed    the same again, as streams
+curve       streams that arrive at random (Poisson), at fractions of the dense model's saturated
+            rate, the same for both: how long each took from its sending to its first token, to its
+            end, and for each token between
 
 The knee is the highest rate at which the dense model's mean latency is at most KNEE times that at
-the lowest one. Every answer must come, and be whole.
+the lowest one. Every answer must come, and be whole. `--json FILE.json` also writes the tables and
+the figure of a page of results/ beside it, as FILE.md and FILE.png.
 """
 
 import argparse
@@ -22,6 +25,7 @@ import gc
 import json
 import platform
 import random
+import re
 import resource
 import statistics
 import sys
@@ -29,14 +33,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import engine as bench
-import httpx
 import tokenizers
 import torch
 from decode_models import SHAPES
 from meters import name_device
+from results import write_table
 from served import serve
 from tokenizers import decoders, models
 
@@ -44,6 +49,7 @@ from depthmix.config import Recipe, RunConfig
 from depthmix.infer import SamplingParams
 from depthmix.models import open_model
 from depthmix.models.write import write_run
+from depthmix.report.figures import Chart, Panel, Point, Series, save_image
 from depthmix.serve.server import load_engine
 
 MODELS = ("dense", "mod")
@@ -51,6 +57,8 @@ FRACTIONS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0)
 KNEE = 2.0
 TEMPERATURE = 0.8
 NUM_CALLS = 3
+# at the end of an answer, or in the last piece of a stream
+USAGE = re.compile(rb'"usage":(\{.*?\}\})')
 
 
 def read_arguments() -> argparse.Namespace:
@@ -126,78 +134,112 @@ def time_engine(path: Path, args: argparse.Namespace, num_new: int) -> dict[str,
     return {"seconds": middle, "tokens_per_second": args.requests * num_new / middle}
 
 
+class Answer(NamedTuple):
+    """What a client saw of one answer; seconds are counted from its sending."""
+
+    seconds: float
+    first_seconds: float
+    """Until the first token came; the whole answer's where it is not streamed."""
+    share_of_blocks: float
+
+
 class Client:
-    """Requests to one server."""
+    """Requests to one server, over plain sockets: a client must not be slower than the server."""
 
     def __init__(self, address: str, num_new: int) -> None:
-        limits = httpx.Limits(max_connections=None)
-        self.http = httpx.AsyncClient(base_url=address, timeout=None, limits=limits)
-        self.num_new = num_new
+        found = urlsplit(address)
+        self.host, self.port, self.num_new = found.hostname, found.port, num_new
 
-    async def ask(self, prompt: Sequence[int], seed: int) -> tuple[float, float]:
-        """Seconds from the sending to the end, and the share of blocks that were run."""
-        wish = {"prompt": prompt, "max_tokens": self.num_new, "seed": seed}
-        wish |= {"temperature": TEMPERATURE, "ignore_eos": True}
+    async def ask(self, prompt: Sequence[int], seed: int, *, stream: bool) -> Answer:
+        wish: dict[str, Any] = {"prompt": prompt, "max_tokens": self.num_new, "seed": seed}
+        wish |= {"temperature": TEMPERATURE, "ignore_eos": True, "stream": stream}
+        if stream:
+            wish["stream_options"] = {"include_usage": True}
+        body = json.dumps(wish).encode()
         start = time.perf_counter()
-        answer = await self.http.post("/v1/completions", json=wish)
+        reader, writer = await asyncio.open_connection(self.host, self.port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        parts, first = [], None
+        while part := await reader.read(1 << 16):
+            if first is None and b"data: " in part:
+                first = time.perf_counter() - start
+            parts.append(part)
         seconds = time.perf_counter() - start
-        assert answer.status_code == 200, answer.text
-        usage = answer.json()["usage"]
+        writer.close()
+        answer = b"".join(parts)
+        assert answer.startswith(b"HTTP/1.1 200 "), answer
+        # a whole answer, or the last piece of a stream
+        assert answer.rstrip().endswith(b"}") or b"data: [DONE]" in answer, answer[-1000:]
+        usage = json.loads(USAGE.findall(answer)[-1])
         assert usage["completion_tokens"] == self.num_new
-        return seconds, usage["depth"]["blocks_executed"] / usage["depth"]["blocks"]
+        share = usage["depth"]["blocks_executed"] / usage["depth"]["blocks"]
+        return Answer(seconds, seconds if first is None else first, share)
 
-    async def saturate(self, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+    async def saturate(self, prompts: Sequence[Sequence[int]], *, stream: bool) -> dict[str, float]:
         start = time.perf_counter()
-        asked = [self.ask(prompt, seed) for seed, prompt in enumerate(prompts)]
+        asked = [self.ask(prompt, seed, stream=stream) for seed, prompt in enumerate(prompts)]
         found = await asyncio.gather(*asked)
         seconds = time.perf_counter() - start
         return {
             "seconds": seconds,
             "requests_per_second": len(prompts) / seconds,
             "tokens_per_second": len(prompts) * self.num_new / seconds,
-            "share_of_blocks": statistics.mean(share for _, share in found),
+            "share_of_blocks": statistics.mean(answer.share_of_blocks for answer in found),
         }
 
     async def arrive(
         self, prompts: Sequence[Sequence[int]], rate: float, seconds: float
     ) -> dict[str, float]:
-        """Requests at a mean rate; the same times and prompts for every model."""
+        """Streams at a mean rate; the same times and prompts for every model."""
         rng = random.Random(round(1e6 * rate))
         tasks, start, due = [], time.perf_counter(), 0.0
         while (due := due + rng.expovariate(rate)) < seconds:
             await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
             prompt = prompts[len(tasks) % len(prompts)]
-            tasks.append(asyncio.ensure_future(self.ask(prompt, len(tasks))))
-        times = sorted(took for took, _ in await asyncio.gather(*tasks))
-        if not times:
+            tasks.append(asyncio.ensure_future(self.ask(prompt, len(tasks), stream=True)))
+        found = await asyncio.gather(*tasks)
+        if not found:
             raise SystemExit(f"no request came in {seconds} s: choose more --seconds")
+        later = max(1, self.num_new - 1)
         return {
             "rate": rate,
-            "requests": len(times),
-            "mean_seconds": statistics.mean(times),
-            "p50_seconds": statistics.median(times),
-            "p99_seconds": times[int(0.99 * (len(times) - 1))],
+            "requests": len(found),
+            **summarize("", [answer.seconds for answer in found]),
+            **summarize("first_", [answer.first_seconds for answer in found]),
+            **summarize("token_", [(a.seconds - a.first_seconds) / later for a in found]),
         }
+
+
+def summarize(name: str, times: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(times)
+    return {
+        f"{name}mean_seconds": statistics.mean(ordered),
+        f"{name}p50_seconds": statistics.median(ordered),
+        f"{name}p99_seconds": ordered[int(0.99 * (len(ordered) - 1))],
+    }
 
 
 async def measure_server(
     address: str, path: Path, args: argparse.Namespace, num_new: int, full: float | None
 ) -> dict[str, Any]:
     """`full` is the rate that fractions are of; None takes this model's own."""
-    client = Client(address, num_new)
-    async with client.http:
+    client, found = Client(address, num_new), {}
+    for name, stream in (("saturated", False), ("streamed", True)):
         turns = [
-            await client.saturate(draw_prompts(path, args.requests, args.shape, call))
+            await client.saturate(
+                draw_prompts(path, args.requests, args.shape, call), stream=stream
+            )
             for call in range(1 + NUM_CALLS)
         ]
         # the first warms up
-        saturated = sorted(turns[1:], key=lambda turn: turn["seconds"])[NUM_CALLS // 2]
-        rate = full or saturated["requests_per_second"]
-        prompts = draw_prompts(path, args.requests, args.shape, 1 + NUM_CALLS)
-        curve = [
-            await client.arrive(prompts, fraction * rate, args.seconds) for fraction in FRACTIONS
-        ]
-    return {"saturated": saturated, "curve": curve}
+        found[name] = sorted(turns[1:], key=lambda turn: turn["seconds"])[NUM_CALLS // 2]
+    rate = full or found["saturated"]["requests_per_second"]
+    prompts = draw_prompts(path, args.requests, args.shape, 1 + NUM_CALLS)
+    curve = [await client.arrive(prompts, fraction * rate, args.seconds) for fraction in FRACTIONS]
+    return {**found, "curve": curve}
 
 
 def find_knee(curve: Sequence[dict[str, float]]) -> int:
@@ -217,7 +259,8 @@ def main() -> int:
         for model in MODELS:
             path = write_model(model, Path(name), args)
             alone = time_engine(path, args, sizes.num_new)
-            limits = ("--max-queue", args.requests, "--max-connections", 2 * args.requests)
+            # nothing is refused, however far the server falls behind
+            limits = ("--max-queue", 1 << 20, "--max-connections", 1 << 20)
             with serve([path], "--device", device, *limits) as (address, _):
                 told = asyncio.run(measure_server(address, path, args, sizes.num_new, full))
             found[model] = {"engine": alone, **told}
@@ -245,10 +288,81 @@ def main() -> int:
         },
         "models": found,
     }
-    print(json.dumps({k: v for k, v in result.items() if k != "models"}, indent=1))
+    print(tables := write_tables(result))
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
+        args.json.with_suffix(".md").write_text(tables)
+        save_image(chart_curves(result), args.json.with_suffix(".png"))
     return 0
+
+
+def write_tables(result: dict[str, Any]) -> str:
+    """What was found, as a page of results/ has it."""
+    models = result["models"]
+    whole = [
+        [
+            name,
+            *(
+                f"{each[way]['tokens_per_second']:,.0f}"
+                for way in ("engine", "saturated", "streamed")
+            ),
+            f"{100 * (each['saturated']['seconds'] / each['engine']['seconds'] - 1):+.1f} %",
+            f"{100 * (each['streamed']['seconds'] / each['engine']['seconds'] - 1):+.1f} %",
+            f"{100 * each['saturated']['share_of_blocks']:.1f} %",
+        ]
+        for name, each in models.items()
+    ]
+    tokens = ("`Engine.generate`, tokens/s", "server, tokens/s", "streamed, tokens/s")
+    head = ["", *tokens, "server's cost", "streamed", "blocks run"]
+    curves = [
+        [
+            f"{point['rate']:.2f}",
+            name,
+            *(
+                f"{1000 * point[f'{what}{place}_seconds']:,.1f}"
+                for what in ("", "first_", "token_")
+                for place in ("p50", "p99")
+            ),
+        ]
+        for place in range(len(FRACTIONS))
+        for name, point in ((name, each["curve"][place]) for name, each in models.items())
+    ]
+    times = [f"{what}, {place}" for what in ("whole", "first", "later") for place in ("p50", "p99")]
+    lowest, highest = result["prompt_tokens"]
+    return (
+        f"{result['device']}, torch {result['torch']}, shape `{result['shape']}`: "
+        f"{result['requests']:,} requests, prompts of {lowest} to {highest} tokens, "
+        f"{result['new_tokens']} new ones.\n\n"
+        f"{write_table(head, whole)}\n"
+        f"The routed model has {result['throughput_over_dense']:.2f} times the throughput, and at "
+        f"the dense model's knee ({result['knee_requests_per_second']:.2f} requests a second) "
+        f"{100 * result['latency_saved_at_knee']:.0f} % less mean latency.\n\n"
+        f"Milliseconds of streams at each rate: the whole answer, its first token, and each later "
+        f"one.\n\n"
+        f"{write_table(['requests/s', '', *times], curves)}"
+    )
+
+
+def chart_curves(result: dict[str, Any]) -> Chart:
+    """Latency against load, whole answers and first tokens."""
+    panels = [
+        Panel(
+            title,
+            "requests a second",
+            "seconds, median",
+            [
+                Series(
+                    name,
+                    color,
+                    "line",
+                    [Point(each["rate"], each[f"{what}p50_seconds"]) for each in found["curve"]],
+                )
+                for color, (name, found) in enumerate(result["models"].items())
+            ],
+        )
+        for title, what in (("whole answer", ""), ("first token", "first_"))
+    ]
+    return Chart("serving", f"Latency behind the server: {result['shape']}", "", panels)
 
 
 if __name__ == "__main__":
