@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -15,7 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from depthmix import flops
-from depthmix.config import ExpertsConfig, ModelConfig, RoutingConfig, load_preset
+from depthmix.config import (
+    ExpertsConfig,
+    MemoryConfig,
+    ModelConfig,
+    RoutingConfig,
+    load_preset,
+)
 from depthmix.nn import Output, Routing, Transformer
 from depthmix.nn.experts import Experts
 from depthmix.nn.router import Predictor
@@ -105,7 +112,12 @@ def check_flops(config: ModelConfig, seq_len: int, batch_size: int) -> None:
     assert flops.num_parameters(config).total == sum(p.numel() for p in model.parameters())
 
 
-def make_config(routing: dict[str, Any], experts: dict[str, Any], **fields: Any) -> ModelConfig:
+def make_config(
+    routing: dict[str, Any],
+    experts: dict[str, Any],
+    memory: dict[str, Any] | None = None,
+    **fields: Any,
+) -> ModelConfig:
     small: dict[str, Any] = {
         "vocab_size": 19, "max_seq_len": 24, "num_layers": 4, "width": 12, "num_heads": 2,
         "mlp_width": 20,
@@ -114,8 +126,12 @@ def make_config(routing: dict[str, Any], experts: dict[str, Any], **fields: Any)
     if routing.get("strategy") == "early_exit":
         routing |= {"every": 1, "kv_capacity": None}
     experts = {"num_experts": 2, "predictor_width": 7, **experts}
+    tables: dict[str, Any] = {"num_rows": 5, **(memory or {})}
     return ModelConfig(
-        **small | fields, routing=RoutingConfig(**routing), experts=ExpertsConfig(**experts)
+        **small | fields,
+        routing=RoutingConfig(**routing),
+        experts=ExpertsConfig(**experts),
+        memory=MemoryConfig(**tables),
     )
 
 
@@ -188,9 +204,19 @@ def draw_arguments(draw: st.DrawFn) -> dict[str, Any]:
         chooses = experts["strategy"] == "token_choice"
         most = float(experts["per_token"] if chooses else experts["num_experts"])
         experts["capacity"] = draw(st.one_of(st.just(most), st.floats(0.01, most)))
+    memory: dict[str, Any] = {
+        "place": draw(st.sampled_from(["none", "input", "blocks"])),
+        "every": draw(st.integers(1, num_layers)),
+        "ngrams": draw(st.sampled_from([(1,), (2, 3), (1, 2, 5)])),
+        "num_hashes": draw(st.integers(1, 2)),
+        "width": draw(st.sampled_from([12, 24])),
+    }
+    if strategy != "none" and memory["place"] != "blocks":
+        routing["bypass"] = draw(st.sampled_from(["identity", "lookup"]))
     return dict(
         routing=routing,
         experts=experts,
+        memory=memory,
         num_layers=num_layers,
         max_seq_len=max_seq_len,
         vocab_size=draw(st.integers(1, 30)),
@@ -247,6 +273,7 @@ def test_dense_counts_by_hand() -> None:
         "experts": 0,
         "routers": 0,
         "predictors": 0,
+        "memory": 0,
         # 4 x 10: 2 · 3 · 40
         "head": 240,
     }
@@ -282,6 +309,7 @@ def test_mixture_of_depths_counts_by_hand() -> None:
         "routers": 48,
         # all 4 tokens, 4 x 3 and 3 x 1: 2 · 4 · 15
         "predictors": 120,
+        "memory": 0,
         # 2 · 4 · 40
         "head": 320,
     }
@@ -294,6 +322,31 @@ def test_mixture_of_depths_counts_by_hand() -> None:
     # 6 tokens, a key and a value of width 4, 2 bytes
     assert flops.kv_cache_bytes(config) == 96
     assert flops.kv_cache_bytes(config, seq_len=1, batch_size=3, bytes_per_element=1) == 48
+
+
+def test_memory_counts_by_hand() -> None:
+    """One and three places where 3 tokens of width 4 get a projection of 6 numbers and a gate."""
+    memory = MemoryConfig(place="input", ngrams=(2, 3), num_hashes=1, num_rows=5, width=6)
+    config = ModelConfig(
+        vocab_size=10, max_seq_len=3, num_layers=3, width=4, num_heads=2, mlp_width=8, memory=memory
+    )  # fmt: skip
+    plain = replace(config, memory=MemoryConfig())
+    # 2 · 3 · (4 · 6 + 4)
+    assert flops.count_parts(config)["memory"] == 168
+    assert flops.forward_flops(config) == flops.forward_flops(plain) + 168
+    assert flops.num_memory_parameters(config) == 30
+    before, after = flops.num_parameters(plain), flops.num_parameters(config)
+    assert after.total == before.total + 30 + 28
+    assert after.active == before.active + 28
+    blocks = replace(config, memory=replace(memory, place="blocks"))
+    assert flops.count_parts(blocks)["memory"] == 3 * 168
+    # a product of 4 x 6 with itself, the result with itself and with the matrix, five times
+    more = flops.optimizer_flops(blocks, "muon") - flops.optimizer_flops(plain, "muon")
+    assert more == 3 * 5 * 2 * (2 * 4 * 4 * 6 + 4 * 4 * 4)
+    # routed blocks at most, whatever they keep
+    routing = RoutingConfig(strategy="expert_choice", capacity=0.5, bypass="lookup")
+    bypass = replace(config, routing=routing, memory=replace(memory, place="none"))
+    assert flops.count_parts(bypass)["memory"] == 168
 
 
 def test_decoupled_counts_by_hand() -> None:

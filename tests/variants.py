@@ -53,6 +53,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mod_aux": {"routing.aux_loss_weight": 0.01, "routing.predictor": False},
     "mod_plain_scores": {"routing.normalize_input": False, "qk_norm": True},
     "mod_gelu_mqa_untied": {"mlp": "gelu", "num_kv_heads": 1, "tied_head": False},
+    "dense_memory": {
+        "routing.strategy": "none",
+        "memory.place": "blocks",
+        "memory.every": 3,
+        "memory.num_rows": 50,
+        "memory.width": 24,
+    },
+    "mod_memory": {"memory.place": "input", "memory.ngrams": (1, 3), "memory.num_rows": 50},
+    "mod_lookup": {"routing.bypass": "lookup", "memory.num_rows": 50, "memory.num_hashes": 1},
     "mod_first_tokens": {"routing.first_tokens": 2},
     "mod_first_dense": {"routing.first_dense": 1, "routing.every": 1},
     "mod_list": {"routing.capacity": (0.75, 0.3)},
@@ -144,6 +153,8 @@ def make_model(
             model.mix.uniform_(0.5, 1.5)
         if model.value_embedding is not None:
             model.value_embedding.weight.normal_()
+        if model.ngrams is not None:
+            model.ngrams.rows.weight.normal_()
         for module in model.modules():
             if isinstance(module, Router):
                 module.weight.normal_(std=config.width**-0.5)

@@ -21,6 +21,7 @@ __all__ = [
     "TRAINING_FACTOR",
     "Parameters",
     "count_expert_pairs",
+    "count_lookups",
     "count_parts",
     "executed_flops",
     "flops_per_token",
@@ -29,6 +30,7 @@ __all__ = [
     "list_blocks",
     "list_matrices",
     "matrix_sizes",
+    "num_memory_parameters",
     "num_parameters",
     "optimizer_flops",
     "training_flops",
@@ -41,9 +43,11 @@ PARTS = (
     "experts",
     "routers",
     "predictors",
+    "memory",
     "head",
 )
-"""The parts that `count_parts` returns; experts' routers and predictors are among the others."""
+"""The parts that `count_parts` returns; experts' routers and predictors are among the others.
+A memory's lookups cost nothing, but their projections and gates do."""
 
 TRAINING_FACTOR = 3
 """A training step counts as three forward passes, two of them for the backward pass."""
@@ -62,7 +66,8 @@ class Parameters(NamedTuple):
     """Parameters that process a token in training, on average and rounded: a routed block counts by
     its capacity, experts by their slots per token, and the vocabulary's matrices in full."""
     total_non_embedding: int
-    """`total` without the vocabulary's matrices: the embedding, and an untied head."""
+    """`total` without the vocabulary's matrices (the embedding, and an untied head) and without the
+    rows of a memory."""
     active_non_embedding: int
     """`active` without those matrices."""
 
@@ -165,6 +170,8 @@ def count_parts(
             weights["predictors"] += kept * sizes.expert_predictor
         else:
             weights["mlp"] += kept * sizes.mlp
+    # a bypass is computed for all tokens in training, where only some of them get it
+    weights["memory"] = num_tokens * count_lookups(config) * sizes.lookup
     weights["head"] = num_tokens * sizes.head
     return {part: 2 * count for part, count in weights.items()} | {"attention_scores": scores}
 
@@ -192,15 +199,25 @@ def num_parameters(config: ModelConfig) -> Parameters:
         total += offering + updating + deciding + experts.num_experts * in_experts
         active += block.offered * offering + deciding
         active += block.updated * (updating + experts.capacity * in_experts)
+    reading = count_lookups(config) * sizes.lookup
+    total += reading
+    active += reading
     vocabulary = sizes.head if config.tied_head else 2 * sizes.head
     if config.value_embedding:
         vocabulary += config.vocab_size * config.shape.num_kv_heads * config.shape.head_width
     return Parameters(
-        total=total + vocabulary,
+        total=total + vocabulary + num_memory_parameters(config),
         active=round(active) + vocabulary,
         total_non_embedding=total,
         active_non_embedding=round(active),
     )
+
+
+def num_memory_parameters(config: ModelConfig) -> int:
+    """The rows of a memory of n-grams, which are in `total` only: a token reads few of them."""
+    if not config.has_memory:
+        return 0
+    return config.memory.num_rows * config.shape.memory_width
 
 
 def kv_cache_bytes(
@@ -235,6 +252,7 @@ class Sizes(NamedTuple):
     depth_predictor: int
     expert_router: int
     expert_predictor: int
+    lookup: int
     head: int
 
 
@@ -255,6 +273,8 @@ def matrix_sizes(config: ModelConfig) -> Sizes:
         depth_predictor=routing.predictor_width * (width + 1) if routing.has_predictor else 0,
         expert_router=width * (experts.num_experts + experts.num_noop),
         expert_predictor=experts.predictor_width * (width + experts.num_experts) if predicts else 0,
+        # a projection and a gate
+        lookup=width * (shape.memory_width + 1) if config.has_memory else 0,
         head=config.vocab_size * width,
     )
 
@@ -272,7 +292,13 @@ def list_matrices(config: ModelConfig) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for block in list_blocks(config):
         found += attention + (experts if block.has_experts else mlp)
-    return found
+    return found + count_lookups(config) * [(width, shape.memory_width)]
+
+
+def count_lookups(config: ModelConfig) -> int:
+    """The places where a model with a memory reads it."""
+    num_added = len(config.memory_layers) + (config.memory.place == "input")
+    return num_added + len(config.bypass_layers)
 
 
 class BlockShare(NamedTuple):

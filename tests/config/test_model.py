@@ -412,6 +412,16 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         noise_gate=draw(st.sampled_from(["learned", "gaussian"]))
         if strategy == "stochastic"
         else "learned",
+        bypass="identity" if strategy == "none" else draw(st.sampled_from(["identity", "lookup"])),
+    )
+    places = ["none", "input"] if routing["bypass"] == "lookup" else ["none", "input", "blocks"]
+    memory = dict(
+        place=draw(st.sampled_from(places)),
+        every=draw(st.integers(1, layers)),
+        ngrams=draw(st.sampled_from([(2,), (1, 3)])),
+        num_hashes=draw(st.integers(1, 4)),
+        num_rows=draw(st.integers(1, 10**6)),
+        width=24 * draw(st.integers(1, 9)),
     )
     num_experts = draw(st.integers(1, 8))
     experts = dict(
@@ -448,6 +458,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         norm_eps=draw(st.floats(1e-12, 1.0)),
         routing=routing,
         experts=draw(st.sampled_from([experts, {}])),
+        memory=memory,
     )
 
 

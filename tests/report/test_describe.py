@@ -220,3 +220,16 @@ def test_a_runs_configuration_is_its_model(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(run.to_toml())
     assert load_config(str(path)) == run.model
+
+
+def test_a_memory_is_counted_apart() -> None:
+    place = {"memory.place": "blocks", "memory.every": 2, "memory.num_rows": 1000}
+    model = describe_model("m", load_preset("tiny", **place))
+    cell = list_rows(model)["memory"]
+    # 64 numbers for each of 1,000 rows of all four tables
+    assert cell == "64.0 K parameters in 4 tables of 1000 rows, after blocks 1, 3"
+    assert model.to_dict()["memory_parameters"] == 64_000
+    routed = load_preset("tiny", **{"routing.bypass": "lookup", "memory.place": "input"})
+    end = "at the input and for tokens that skip a block"
+    assert list_rows(describe_model("m", routed))["memory"].endswith(end)
+    assert list_rows(describe_model("m", load_preset("tiny")))["memory"] == "none"

@@ -58,6 +58,8 @@ CASES: dict[str, dict[str, Any]] = {
     "experts": {**DENSE, **EXPERTS},
     "experts_two_each": {**DENSE, **EXPERTS, **TWO_EACH},
     "experts_mod": {**EXPERTS, "routing.capacity": 0.5},
+    "memory": {"routing.strategy": "none", "memory.place": "blocks", "memory.every": 2},
+    "mod_lookup": {"routing.bypass": "lookup"},
 }
 
 
@@ -181,6 +183,8 @@ def test_shards_of_every_model_add_up(name: str) -> None:
     assert (kinds.count("root"), kinds.count("layer")) == (1, run.model.num_layers)
     num_deciders = 2 if run.model.routing.kv_capacity is not None else 1
     num_routers = num_deciders * len(run.model.routed_layers) + len(run.model.expert_layers)
+    # each reader of a memory has a gate
+    num_routers += flops.count_lookups(run.model)
     assert kinds.count("router") == num_routers
     assert not dist.is_initialized()
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,6 +74,8 @@ def test_groups_are_what_they_say(name: str) -> None:
             full = f"{path}.{own}".removeprefix(".")
             if any(isinstance(model.get_submodule(p), Router | Predictor) for p in parents(path)):
                 expected[full] = "deciders" if parameter.ndim == 2 else "thresholds"
+            elif path == "ngrams.rows":
+                expected[full] = "tables"
             elif path == "head" and not model.config.tied_head:
                 expected[full] = "heads"
             elif isinstance(module, nn.Linear | Experts) and path != "head" and own != "bias":
@@ -99,6 +102,19 @@ def test_stacks_of_experts_are_matrices() -> None:
     model = make_small("mode_staged")
     stacks = [p for p in group_parameters(model)["matrices"] if p.ndim == 3]
     assert len(stacks) == 2 * len(model.config.expert_layers)
+
+
+def test_tables_have_their_own_rate_and_no_decay() -> None:
+    model = make_small("mod_memory")
+    assert model.ngrams is not None
+    recipe = Recipe(learning_rate=1e-3, warmup_share=0.0, schedule="constant")
+    recipe = replace(recipe, memory_rate_factor=7.0, weight_decay=0.3)
+    optimizers = make_optimizers(model, recipe)
+    set_rates(optimizers, recipe, 5, 10)
+    group = find_group(optimizers, model.ngrams.rows.weight)
+    assert group["lr"] == pytest.approx(7e-3)
+    assert group["weight_decay"] == 0
+    assert find_group(optimizers, model.embedding.weight)["lr"] == 1e-3
 
 
 def test_routers_may_learn_faster() -> None:

@@ -7,6 +7,7 @@ planning, counting and `--help` stay fast.
 from depthmix.config.choices import CAUSAL_SELECTORS, GATES, SELECTORS, STRATEGIES
 from depthmix.config.model import (
     ExpertsConfig,
+    MemoryConfig,
     ModelConfig,
     RoutingConfig,
     count_share,
@@ -31,6 +32,7 @@ __all__ = [
     "START_RATES",
     "STRATEGIES",
     "ExpertsConfig",
+    "MemoryConfig",
     "ModelConfig",
     "Recipe",
     "RoutingConfig",

@@ -104,6 +104,19 @@ EXPERT_STRATEGIES: Mapping[str, ExpertStrategy] = {
     "token_choice": ExpertStrategy("tokens take experts", tokens_choose=True),
 }
 
+BYPASSES: Mapping[str, str] = {
+    "identity": "nothing, as in the paper",
+    "lookup": "a vector from tables of n-grams of token ids, by a gate and a projection per block",
+}
+"""What a routed block adds to a token that it does not keep."""
+
+MEMORY_PLACES: Mapping[str, str] = {
+    "none": "nowhere",
+    "input": "to the embeddings",
+    "blocks": "after blocks",
+}
+"""Where a memory of n-grams is added to the residual stream."""
+
 SELECTORS = ("topk", "predictor", "router", "all")
 """What may replace a strategy's own rule."""
 CAUSAL_SELECTORS = ("predictor", "router", "all")
@@ -112,6 +125,8 @@ CAUSAL_SELECTORS = ("predictor", "router", "all")
 StrategyName = Annotated[str, Choices({name: s.meaning for name, s in STRATEGIES.items()})]
 GateName = Annotated[str, Choices({name: rule.formula for name, rule in GATES.items()})]
 NoiseGateName = Annotated[str, Choices(NOISE_GATES)]
+BypassName = Annotated[str, Choices(BYPASSES)]
+MemoryPlaceName = Annotated[str, Choices(MEMORY_PLACES)]
 ExpertStrategyName = Annotated[
     str, Choices({name: s.meaning for name, s in EXPERT_STRATEGIES.items()})
 ]

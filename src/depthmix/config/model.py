@@ -16,8 +16,10 @@ from depthmix.config.choices import (
     EXPERT_STRATEGIES,
     SELECTORS,
     STRATEGIES,
+    BypassName,
     ExpertStrategyName,
     GateName,
+    MemoryPlaceName,
     NoiseGateName,
     StrategyName,
 )
@@ -84,6 +86,9 @@ class RoutingConfig:
     sequences in which more tokens than average choose the block."""
     kv_capacity: Capacity | None = None
     """Decoupled routing: fraction of tokens that provide keys and values, at least `capacity`."""
+    bypass: BypassName = "identity"
+    """What a token gets from a routed block that does not keep it. The sizes of the tables are
+    those of `memory`."""
 
     def __post_init__(self) -> None:
         fields.coerce(self, "routing.")
@@ -175,6 +180,41 @@ class ExpertsConfig:
         return self.predictor and self.has_target
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """Tables of n-grams of token ids, whose vectors are looked up instead of computed.
+
+    >>> MemoryConfig(place="blocks").num_tables
+    4
+    """
+
+    place: MemoryPlaceName = "none"
+    """Where the tables' vectors are added to the residual stream, for every token."""
+    every: Count = 1
+    """With place = blocks: after every n-th block."""
+    ngrams: tuple[Annotated[Count, Bounds(most=16)], ...] = (2, 3)
+    """Lengths of the n-grams: a token's own id and the ids before it."""
+    num_hashes: Annotated[Count, Bounds(most=64)] = 2
+    """Tables for each length, so that two n-grams rarely share all their rows."""
+    num_rows: Annotated[Count, Bounds(most=2**30)] = 2**16
+    """Rows of each table."""
+    width: Count | None = None
+    """Width of all tables together. Default: the model's width."""
+
+    def __post_init__(self) -> None:
+        fields.coerce(self, "memory.")
+
+    @property
+    def num_tables(self) -> int:
+        """One for each length and hash."""
+        return len(self.ngrams) * self.num_hashes
+
+    @property
+    def num_previous(self) -> int:
+        """How many earlier ids the longest n-gram needs."""
+        return max(self.ngrams, default=1) - 1
+
+
 class Shape(NamedTuple):
     """A model's widths with all defaults filled in."""
 
@@ -182,6 +222,7 @@ class Shape(NamedTuple):
     head_width: int
     mlp_width: int
     expert_width: int
+    memory_width: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +276,8 @@ class ModelConfig:
     """Depth routing."""
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     """Expert MLPs."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """Tables of n-grams."""
 
     def __post_init__(self) -> None:
         fields.coerce(self)
@@ -252,6 +295,7 @@ class ModelConfig:
             head_width=self.head_width or self.width // self.num_heads,
             mlp_width=mlp_width,
             expert_width=self.experts.width or mlp_width,
+            memory_width=self.memory.width or self.width,
         )
 
     @property
@@ -270,6 +314,23 @@ class ModelConfig:
         if self.experts.strategy == "none":
             return ()
         return tuple(range(self.experts.every - 1, self.num_layers, self.experts.every))
+
+    @property
+    def memory_layers(self) -> tuple[int, ...]:
+        """Indices of the blocks after which the memory is added."""
+        if self.memory.place != "blocks":
+            return ()
+        return tuple(range(self.memory.every - 1, self.num_layers, self.memory.every))
+
+    @property
+    def bypass_layers(self) -> tuple[int, ...]:
+        """Indices of the routed blocks whose other tokens get a lookup."""
+        return self.routed_layers if self.routing.bypass == "lookup" else ()
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the model has tables of n-grams."""
+        return self.memory.place != "none" or bool(self.bypass_layers)
 
     @property
     def capacities(self) -> tuple[float, ...]:
@@ -455,6 +516,7 @@ def find_problems(config: ModelConfig) -> Iterator[str]:
     if config.routing.strategy != "none":
         yield from _routing_problems(config, config.routing)
     yield from _expert_problems(config, config.experts)
+    yield from _memory_problems(config, config.memory)
 
 
 def _rope_problems(config: ModelConfig) -> Iterator[str]:
@@ -565,6 +627,33 @@ def _expert_problems(config: ModelConfig, experts: ExpertsConfig) -> Iterator[st
     most = experts.num_experts if experts.has_target else experts.per_token
     if not 0 < experts.capacity <= most:
         yield f"experts.capacity = {experts.capacity} must lie in (0, {most}]"
+
+
+def _memory_problems(config: ModelConfig, memory: MemoryConfig) -> Iterator[str]:
+    if config.routing.bypass != "identity" and not config.routed_layers:
+        yield (
+            f"routing.bypass = '{config.routing.bypass}' needs routed blocks: set "
+            f"routing.strategy, or leave it out"
+        )
+    if not config.has_memory:
+        return
+    if list(memory.ngrams) != sorted(set(memory.ngrams)) or not memory.ngrams:
+        yield f"memory.ngrams = {list(memory.ngrams)} must be distinct lengths in ascending order"
+    elif config.shape.memory_width % memory.num_tables:
+        yield (
+            f"memory.width = {config.shape.memory_width} must be a multiple of the "
+            f"{memory.num_tables} tables (memory.ngrams times memory.num_hashes)"
+        )
+    if memory.place == "blocks" and not config.memory_layers:
+        yield (
+            f"memory.every = {memory.every} leaves none of the {config.num_layers} blocks with a "
+            f"memory: choose at most {config.num_layers}"
+        )
+    if memory.place == "blocks" and config.bypass_layers:
+        yield (
+            "routing.bypass = 'lookup' and memory.place = 'blocks' give skipped tokens the same "
+            "vectors twice: choose one of them"
+        )
 
 
 def _divisors(number: int) -> str:

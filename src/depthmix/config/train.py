@@ -84,6 +84,8 @@ class Recipe:
     one setting fits all sizes."""
     router_rate_factor: Positive[float] = 1.0
     """Factor on the learning rate of routers and predictors."""
+    memory_rate_factor: Positive[float] = 1.0
+    """Factor on the learning rate of a memory's tables, which have no weight decay."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warmup: cosine, wsd (stable, then a linear decay), or constant."""
     warmup_share: Share = 0.05

@@ -13,6 +13,7 @@ from depthmix.config import ModelConfig
 from depthmix.hf.config import LAYER_TYPE
 from depthmix.nn.attention import Place
 from depthmix.nn.cache import LayerCache
+from depthmix.nn.ngrams import PastIds
 
 
 class PastLayer:
@@ -25,6 +26,8 @@ class PastLayer:
     store: LayerCache | None = None
     counts: Int[Tensor, " B"] | None = None
     """Tokens that each row has seen, stored or not; padding is none."""
+    past: PastIds | None = None
+    """The ids seen, in the first layer of a model with a memory."""
 
     def see(self, num_rows: int, num_tokens: int, present: Tensor | None, device: object) -> None:
         """Count the tokens of a forward pass, whether or not they will be stored."""
@@ -36,6 +39,10 @@ class PastLayer:
         """Begin with rows that have seen nothing."""
         if self.counts is None:
             self.counts = torch.zeros(num_rows, dtype=torch.long, device=device)  # pyrefly: ignore
+
+    def make_past(self, num_rows: int, device: torch.device) -> PastIds:
+        """The ids seen so far, with room for those of the present forward pass."""
+        raise NotImplementedError
 
     def make_store(self, keys: Float[Tensor, "B G S H"], num_slots: int) -> LayerCache:
         """Empty room for so many tokens of each row."""
@@ -81,6 +88,8 @@ class PastLayer:
         """Take the rows of these numbers, any number of them."""
         if self.counts is not None:
             self.counts = _take(self.counts, index)
+        if self.past is not None:
+            self.past.ids = _take(self.past.ids, index)
         store = self.store
         if store is not None:
             store.key, store.value = _take(store.key, index), _take(store.value, index)
@@ -101,7 +110,7 @@ class DynamicPastLayer(PastLayer, DynamicLayer):
 
     def forget(self) -> None:
         """Begin again."""
-        self.store = self.counts = self.keys = self.values = None
+        self.store = self.counts = self.keys = self.values = self.past = None
         self.present: Bool[Tensor, "B seen"] | None = None
         """Which of the columns seen are tokens; None while all are."""
         self.num_seen = self.num_stored = 0
@@ -119,6 +128,13 @@ class DynamicPastLayer(PastLayer, DynamicLayer):
                 present = self.counts.new_ones((num_rows, num_tokens), dtype=torch.bool)
             self.present = torch.cat([before, present], dim=1)
         self.num_seen += num_tokens
+
+    def make_past(self, num_rows: int, device: torch.device) -> PastIds:
+        """The ids seen so far, with room for those of the present forward pass."""
+        if self.past is None:
+            self.past = PastIds(num_rows, self.num_seen, device)
+        self.past.grow(self.num_seen)
+        return self.past
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the store, with room for nothing."""
@@ -195,6 +211,14 @@ class StaticPastLayer(PastLayer, StaticLayer):
         super().make_counts(num_rows, device)
         self.cumulative_length = self.cumulative_length.to(device)  # pyrefly: ignore
 
+    def make_past(self, num_rows: int, device: torch.device) -> PastIds:
+        """The ids seen so far, with room for all that may come."""
+        if self.past is None:
+            self.past = PastIds(num_rows, self.max_cache_len, device)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self.past.ids)
+        return self.past
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the store, with room for all that may come."""
         self.store = store = self.make_store(key_states, self.max_cache_len)
@@ -255,6 +279,17 @@ class PastTokens:
         for layer in self.layers:
             layer.see(num_rows, num_tokens, present, self.device)
         return positions_BT
+
+    def recall(
+        self,
+        tokens: Int[Tensor, "B T"],
+        positions: Int[Tensor, "B T"],
+        present: Bool[Tensor, "B T"] | None,
+        count: int,
+    ) -> Int[Tensor, "B T past"]:
+        """The ids before each token, nearest first."""
+        past = self.layers[0].make_past(tokens.shape[0], tokens.device)
+        return past.recall(tokens, positions, present, count)
 
     def _find_room(self, layer: PastLayer, num_tokens: int) -> int:
         """Positions that may be needed, known without asking the device."""

@@ -42,7 +42,7 @@ class DepthmixConfig(PreTrainedConfig):
         for name, value in model.to_dict().items():
             setattr(self, name, value)
         # readers of these names expect numbers
-        self.num_kv_heads, self.head_width, self.mlp_width, _ = model.shape
+        self.num_kv_heads, self.head_width, self.mlp_width = model.shape[:3]
         self.selector = selector
         self.validate()
 

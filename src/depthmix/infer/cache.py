@@ -17,6 +17,7 @@ from depthmix.config import ModelConfig
 from depthmix.infer.depth import Usage
 from depthmix.infer.pages import Changes, Pages
 from depthmix.nn.attention import Place, attend
+from depthmix.nn.ngrams import PastIds
 
 
 class Span(NamedTuple):
@@ -85,6 +86,9 @@ class PagedCache:
         self.tables = torch.zeros(shape, device=device, dtype=torch.int32)
         self.lengths = torch.zeros(shape[:2], device=device, dtype=torch.int32)
         """Tokens stored, for steps that run without the host; valid after `send_lengths`."""
+        self.past = None
+        if config.has_memory:
+            self.past = PastIds(pages.num_rows, config.max_seq_len, device)
 
     @property
     def bytes_per_page(self) -> int:
@@ -119,7 +123,7 @@ class StepCache:
     """The cache for one step; records what each layer stored."""
 
     def __init__(self, cache: PagedCache, spans: Sequence[Span]) -> None:
-        self.spans = spans
+        self.cache, self.spans = cache, spans
         self.layers = [PagedLayer(cache, index, spans) for index in range(cache.num_layers)]
         device = cache.tables.device
         ranges = [torch.arange(s.start, s.start + s.count, device=device) for s in spans]
@@ -131,6 +135,19 @@ class StepCache:
         """Positions of the spans' tokens, which form a single row."""
         assert (num_rows, num_tokens) == self.positions.shape
         return self.positions
+
+    def recall(
+        self,
+        tokens: Int[Tensor, "B T"],
+        positions: Int[Tensor, "B T"],
+        present: Bool[Tensor, "B T"] | None,
+        count: int,
+    ) -> Int[Tensor, "B T past"]:
+        """The ids before each token in its own row of the cache."""
+        assert self.cache.past is not None
+        rows = torch.tensor([span.row for span in self.spans])
+        rows_1T = rows.repeat_interleave(torch.tensor([span.count for span in self.spans]))[None]
+        return self.cache.past.recall(tokens, positions, None, count, rows_1T.to(tokens.device))
 
     def document_ids(self) -> Int[Tensor, "1 T"] | None:
         """Index of each token's span; None if there is only one span."""

@@ -10,7 +10,7 @@ from copy import copy
 from typing import NamedTuple, overload
 
 from depthmix.config import ModelConfig
-from depthmix.flops import list_blocks, matrix_sizes
+from depthmix.flops import count_lookups, list_blocks, matrix_sizes
 
 Path = tuple[bool, ...]
 """Which routed blocks a token went through, in order."""
@@ -137,6 +137,9 @@ class DepthMeter:
         # a predictor decides without the router, which then scores kept tokens only
         self.num_scoring = 0 if selector == "predictor" else self.num_deciders
         self.decoupled = config.routing.kv_capacity is not None
+        # a bypass is computed for the tokens that skip its block
+        self.num_bypasses = len(config.bypass_layers)
+        self.num_lookups = count_lookups(config) - self.num_bypasses
         self.pair_flops = 4 * config.num_heads * config.shape.head_width
         # one token through all blocks, without depth routing
         num_expert_blocks = sum(block.has_experts for block in blocks)
@@ -146,6 +149,7 @@ class DepthMeter:
             + (self.num_layers - num_expert_blocks) * sizes.mlp
             + num_expert_blocks * (sizes.expert_router + sizes.expert_predictor)
             + places * sizes.expert
+            + self.num_lookups * sizes.lookup
         )
         self._used = Usage(0, 0, 0, 0, 0, 0, 0)
         self.num_tokens = self.num_dense_pairs = 0
@@ -179,6 +183,9 @@ class DepthMeter:
         num_scored += used.num_routed_stored if self.decoupled else 0
         weights += num_scored * sizes.depth_router
         weights += count * self.num_deciders * sizes.depth_predictor
+        num_looked_up = count * (self.num_lookups + self.num_bypasses)
+        num_looked_up -= used.num_routed_visits if self.num_bypasses else 0
+        weights += num_looked_up * sizes.lookup
         head = num_logits * sizes.head
         return Depth(
             blocks=paths,

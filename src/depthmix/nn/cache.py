@@ -11,6 +11,7 @@ from torch import Tensor
 
 from depthmix.config import ModelConfig
 from depthmix.nn.attention import Place, attend, make_mask
+from depthmix.nn.ngrams import PastIds
 
 
 class Stored(NamedTuple):
@@ -131,6 +132,18 @@ class Cache:
             LayerCache(batch_size, num_tokens, kv_heads, head_width, device, dtype, compact=compact)
             for _ in range(config.num_layers)
         ]
+        self.past = PastIds(batch_size, num_tokens, device) if config.has_memory else None
+
+    def recall(
+        self,
+        tokens: Int[Tensor, "B T"],
+        positions: Int[Tensor, "B T"],
+        present: Bool[Tensor, "B T"] | None,
+        count: int,
+    ) -> Int[Tensor, "B T past"]:
+        """The ids before each token, nearest first."""
+        assert self.past is not None
+        return self.past.recall(tokens, positions, present, count)
 
     def advance(
         self, num_rows: int, num_tokens: int, present: Bool[Tensor, "B T"] | None

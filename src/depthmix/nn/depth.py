@@ -17,6 +17,7 @@ from depthmix.nn import routing as rules
 from depthmix.nn.attention import AttentionCache, Memory, Place
 from depthmix.nn.block import Update
 from depthmix.nn.layers import at_least_float32
+from depthmix.nn.ngrams import Lookup
 from depthmix.nn.router import Predictor, Router
 from depthmix.nn.routing import Candidates, Kept, Routing
 
@@ -173,10 +174,19 @@ def start_bias(config: RoutingConfig, width: int, capacity: float) -> float:
 
 
 class MixtureOfDepths(nn.Module):
-    """x_i ← x_i + g(r_i) · f_i(x_S) for i in S, x_i ← x_i otherwise (arXiv:2404.02258, Eq. 1)."""
+    """x_i ← x_i + g(r_i) · f_i(x_S) for i in S (arXiv:2404.02258, Eq. 1).
+
+    Other tokens pass unchanged, or with a bypass b: x_i ← x_i + b(x_i).
+    """
 
     def __init__(
-        self, block: nn.Module, width: int, config: RoutingConfig, capacity: float
+        self,
+        block: nn.Module,
+        width: int,
+        config: RoutingConfig,
+        capacity: float,
+        *,
+        bypass: Lookup | None = None,
     ) -> None:
         super().__init__()
         self.block = block
@@ -186,6 +196,7 @@ class MixtureOfDepths(nn.Module):
         if config.kv_capacity is not None:
             self.kv_decider = Decider(width, config, config.kv_capacity)
             self.reserved = capacity
+        self.bypass = bypass
 
     def forward(
         self,
@@ -195,7 +206,9 @@ class MixtureOfDepths(nn.Module):
         selector: str | None = None,
         previous: Routing | None = None,
         cache: AttentionCache | None = None,
+        found: Float[Tensor, "B T W"] | None = None,
     ) -> tuple[Float[Tensor, "B T D"], Routing, Update]:
+        """The new stream, what was decided, and the block's update; `found` is for a bypass."""
         forced_BT = None
         if self.first_tokens:
             forced_BT = (place.positions < self.first_tokens).expand(x.shape[:2])
@@ -225,10 +238,28 @@ class MixtureOfDepths(nn.Module):
         is_empty = x_BKD.shape[1] == 0
         if is_empty and (memory is None or memory.x.shape[1] == 0):
             # the block neither runs nor reads its weights
+            x = self._add_bypass(x, found, routing, compact=compact)
             return x, routing, Update(x_BKD, None)
         update = self.block(x_BKD, place_BK, selector=selector, memory=memory, cache=cache)
         if x_BKD is x:
             x = x + (routing.weight[:, :, None] * update.update).to(x.dtype)
         elif not is_empty:
             x = scatter_add_tokens(x, update.update, routing.weight, routing.index, routing.slot)
-        return x, routing, update
+        return self._add_bypass(x, found, routing, compact=compact), routing, update
+
+    def _add_bypass(
+        self, x: Tensor, found: Tensor | None, routing: Routing, *, compact: bool
+    ) -> Float[Tensor, "B T D"]:
+        """What tokens get that the block did not keep."""
+        if self.bypass is None:
+            return x
+        assert found is not None
+        skipped_BT = routing.slot < 0
+        if routing.present is not None:
+            skipped_BT = skipped_BT & routing.present
+        if not compact:
+            return x + self.bypass(x, found).where(skipped_BT[..., None], 0)
+        at = skipped_BT.nonzero(as_tuple=True)
+        if len(at[0]) == 0:
+            return x
+        return x.index_put(at, self.bypass(x[at], found[at]), accumulate=True)

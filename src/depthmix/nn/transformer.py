@@ -15,6 +15,7 @@ from depthmix.nn.block import Block
 from depthmix.nn.depth import Decider, MixtureOfDepths
 from depthmix.nn.experts import ExpertRouting, Experts
 from depthmix.nn.layers import RMSNorm, look_up_phases, make_phase_table
+from depthmix.nn.ngrams import Lookup, NgramTables, list_previous
 from depthmix.nn.router import Router
 from depthmix.nn.routing import Routing
 
@@ -57,6 +58,16 @@ class ModelCache(Protocol):
         """Positions of the next tokens of each row; padding takes none."""
         ...
 
+    def recall(
+        self,
+        tokens: Int[Tensor, "B T"],
+        positions: Int[Tensor, "B T"],
+        present: Bool[Tensor, "B T"] | None,
+        count: int,
+    ) -> Int[Tensor, "B T past"]:
+        """The ids before each token, nearest first; asked of models with a memory only."""
+        ...
+
 
 class Transformer(nn.Module):
     """A decoder-only transformer in which some blocks are Mixtures-of-Depths.
@@ -74,12 +85,22 @@ class Transformer(nn.Module):
         if config.value_embedding:
             value_width = config.shape.num_kv_heads * config.shape.head_width
             self.value_embedding = nn.Embedding(config.vocab_size, value_width)
+        memory_width = config.shape.memory_width
+        self.ngrams = NgramTables(config.memory, memory_width) if config.has_memory else None
+        self.lookups = nn.ModuleDict()
+        """The memory's readers, by where they add: `input`, or the index of a block."""
+        if config.memory.place == "input":
+            self.lookups["input"] = Lookup(memory_width, config.width)
+        for index in config.memory_layers:
+            self.lookups[str(index)] = Lookup(memory_width, config.width)
         capacity = dict(zip(config.routed_layers, config.capacities, strict=True))
         self.layers = nn.ModuleList()
         for index in range(config.num_layers):
             block = Block(config, experts=index in config.expert_layers)
             if index in capacity:
-                block = MixtureOfDepths(block, config.width, config.routing, capacity[index])
+                bypass = Lookup(memory_width, config.width) if config.bypass_layers else None
+                options = (config.width, config.routing, capacity[index])
+                block = MixtureOfDepths(block, *options, bypass=bypass)
             self.layers.append(block)
         self.mix = nn.Parameter(torch.empty(config.num_layers, 2)) if config.residual_mix else None
         """For each block, the factors of the stream and of the embeddings."""
@@ -132,6 +153,8 @@ class Transformer(nn.Module):
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
         if self.value_embedding is not None:
             nn.init.normal_(self.value_embedding.weight, std=EMBEDDING_STD)
+        if self.ngrams is not None:
+            nn.init.zeros_(self.ngrams.rows.weight)
         if self.mix is not None:
             nn.init.zeros_(self.mix)
             self.mix[:, 0].fill_(1)
@@ -187,10 +210,11 @@ class Transformer(nn.Module):
     ) -> Hidden:
         """`forward` without the head, for a loss that never holds all the logits."""
         self._check(tokens, selector, document_ids, cache)
-        place = self._place(tokens, positions, document_ids, cache)
+        place, found = self._place(tokens, positions, document_ids, cache)
         x_BTD = self.embedding(tokens)
         # under autocast the float32 table would keep the whole residual stream in float32
         x_BTD = x_BTD.to(compute_type(x_BTD))
+        x_BTD = self._add_memory(x_BTD, found, "input")
         embedded_BTD = x_BTD
         routings: list[Routing] = []
         expert_routings: list[ExpertRouting] = []
@@ -205,14 +229,23 @@ class Transformer(nn.Module):
                     selector=selector,
                     previous=routings[-1] if routings else None,
                     cache=layer_cache,
+                    found=found,
                 )
                 routings.append(routing)
             else:
                 update = layer(x_BTD, place, selector=selector, cache=layer_cache)
                 x_BTD = x_BTD + update.update
+            x_BTD = self._add_memory(x_BTD, found, str(index))
             if update.experts is not None:
                 expert_routings.append(update.experts)
         return Hidden(self.norm(x_BTD), tuple(routings), tuple(expert_routings))
+
+    def _add_memory(self, x_BTD: Tensor, found: Tensor | None, place: str) -> Tensor:
+        """Add what was looked up, if this place has a reader."""
+        if place not in self.lookups:
+            return x_BTD
+        assert found is not None
+        return x_BTD + self.lookups[place](x_BTD, found)
 
     def _place(
         self,
@@ -220,12 +253,24 @@ class Transformer(nn.Module):
         positions: Tensor | None,
         document_ids: Tensor | None,
         cache: ModelCache | None,
-    ) -> Place:
+    ) -> tuple[Place, Float[Tensor, "B T W"] | None]:
+        """The tokens' places, and what the tables have for them."""
         num_rows, num_tokens = tokens.shape
+        count = self.config.memory.num_previous
         present_BT = None if document_ids is None else document_ids >= 0
+        documents_BT = None if document_ids is None else number_documents(document_ids)
+        found_BTW = None
+        previous_BTn = None
         if cache is not None:
             next_positions_BT = cache.advance(num_rows, num_tokens, present_BT)
             positions = next_positions_BT if positions is None else positions
+            if self.ngrams is not None:
+                previous_BTn = cache.recall(tokens, next_positions_BT, present_BT, count)
+        if self.ngrams is not None:
+            if previous_BTn is None:
+                previous_BTn = list_previous(tokens, documents_BT, count)
+            found_BTW = self.ngrams(tokens, previous_BTn)
+            found_BTW = found_BTW.to(compute_type(found_BTW))
         if positions is None and document_ids is not None:
             positions = count_positions(document_ids)
         if positions is not None:
@@ -233,12 +278,11 @@ class Transformer(nn.Module):
         else:
             positions = torch.arange(num_tokens, device=tokens.device)[None]
             phase = self.phase_table[None, :num_tokens]
-        documents_BT = None if document_ids is None else number_documents(document_ids)
         values_BTE = None
         if self.value_embedding is not None:
             values_BTE = self.value_embedding(tokens)
             values_BTE = values_BTE.to(compute_type(values_BTE))
-        return Place(positions, phase, documents_BT, present_BT, values_BTE)
+        return Place(positions, phase, documents_BT, present_BT, values_BTE), found_BTW
 
     def _check(
         self,

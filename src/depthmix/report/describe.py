@@ -63,6 +63,7 @@ class Description(NamedTuple):
             "seq_len": self.seq_len,
             "shape": config.shape._asdict(),
             "parameters": self.parameters._asdict(),
+            "memory_parameters": flops.num_memory_parameters(config),
             "forward_flops": self.forward_flops,
             "forward_flops_parts": flops.count_parts(config, self.seq_len),
             "forward_flops_per_token": self.flops_per_token,
@@ -163,7 +164,8 @@ def list_rows(model: Description, *, ascii_only: bool = False) -> dict[str, str]
         "KV cache (16 bit)": format_bytes(model.kv_bytes),
         "  of the twin's cache": f"{model.relative_kv_bytes:.1%}",
     }
-    return rows | _list_routing(config, ascii_only) | {"experts": _describe_experts(config)}
+    ends = {"experts": _describe_experts(config), "memory": _describe_memory(config)}
+    return rows | _list_routing(config, ascii_only) | ends
 
 
 def _list_routing(config: ModelConfig, ascii_only: bool) -> dict[str, str]:
@@ -222,6 +224,24 @@ def _describe_experts(config: ModelConfig) -> str:
     return (
         f"{experts.num_experts}{noop} of width {config.shape.expert_width} in blocks "
         f"{format_ranges(layers)}; {experts.strategy}{chosen}, capacity {experts.capacity:.4g}"
+    )
+
+
+def _describe_memory(config: ModelConfig) -> str:
+    memory = config.memory
+    if not config.has_memory:
+        return NONE
+    places = {
+        "input": ["at the input"],
+        "blocks": [f"after blocks {format_ranges(config.memory_layers)}"],
+    }
+    where = places.get(memory.place, [])
+    if config.bypass_layers:
+        where = [*where, "for tokens that skip a block"]
+    size = format_number(flops.num_memory_parameters(config))
+    return (
+        f"{size} parameters in {memory.num_tables} tables of {memory.num_rows} rows, "
+        f"{' and '.join(where)}"
     )
 
 

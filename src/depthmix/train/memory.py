@@ -121,6 +121,13 @@ class _Sizes(NamedTuple):
             num_casts += 1 + num_casts
         return 0 if self.compiled else num_casts * FLOAT32 * self.config.width
 
+    @property
+    def lookup(self) -> int:
+        """A memory's projection, the copies for its gate, and three numbers."""
+        width = self.config.width
+        stream = width * self.element
+        return width * self.element + stream + self.router(normalize=True) + 3 * FLOAT32
+
     def predictor(self, hidden: int) -> int:
         """A predictor's hidden layer, and one number."""
         return hidden * (self.element + (0 if self.compiled else FLOAT32)) + FLOAT32
@@ -140,6 +147,12 @@ def _list_saved(
         if config.routing.kv_capacity is not None:
             num_deciders, offered = 2, num_kept(config.routing.kv_capacity, num_tokens)
     apart = num_deciders == 2
+    readers = sorted({*config.memory_layers, *config.bypass_layers})
+    if layer in readers:
+        yield num_tokens * sizes.lookup
+    if layer in readers[:1]:
+        # all of them read the same vectors
+        yield num_tokens * config.shape.memory_width * element
     if num_deciders:
         # every token is scored; a score, an index and a position take 16 bytes
         router = sizes.router(normalize=config.routing.normalize_input)

@@ -16,6 +16,8 @@ from depthmix.train.muon import Muon
 MUON_MOMENTUM = 0.95
 # the width at which matrices have the unscaled learning rate
 MUON_WIDTH = 256
+# modules whose matrices are summed over the width
+READERS = (".layers.", ".lookups.")
 
 
 def group_parameters(model: Transformer) -> dict[str, list[nn.Parameter]]:
@@ -26,7 +28,7 @@ def group_parameters(model: Transformer) -> dict[str, list[nn.Parameter]]:
     output head, and the first matrix of each adapter) and `deciders` (routers and predictors, whose
     scores would drift towards ties). Embeddings and norms (`others`) and the predictors'
     `thresholds` are not summed over the width; nor is an adapter's second matrix, which sums over
-    its rank (arXiv:2402.12354).
+    its rank (arXiv:2402.12354). A memory's `tables` have a rate of their own.
     """
     adapters = list_adapters(model).values()
     modules = [m for m in model.modules() if isinstance(m, Router | Predictor)]
@@ -35,20 +37,28 @@ def group_parameters(model: Transformer) -> dict[str, list[nn.Parameter]]:
     if not model.config.tied_head:
         heads.add(id(model.head.weight))
     seconds = {id(adapter.up) for adapter in adapters}
-    names = ("matrices", "heads", "deciders", "thresholds", "others")
+    tables = set() if model.ngrams is None else {id(model.ngrams.rows.weight)}
+    names = ("matrices", "heads", "deciders", "thresholds", "tables", "others")
     groups: dict[str, list[nn.Parameter]] = {name: [] for name in names}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if id(parameter) in deciders:
             groups["deciders" if parameter.ndim > 1 else "thresholds"].append(parameter)
+        elif id(parameter) in tables:
+            groups["tables"].append(parameter)
         elif id(parameter) in heads:
             groups["heads"].append(parameter)
-        elif ".layers." in f".{name}" and parameter.ndim > 1 and id(parameter) not in seconds:
+        elif is_summed(name) and parameter.ndim > 1 and id(parameter) not in seconds:
             groups["matrices"].append(parameter)
         else:
             groups["others"].append(parameter)
     return groups
+
+
+def is_summed(name: str) -> bool:
+    """Whether a parameter is part of a block, or of a memory's reader."""
+    return any(part in f".{name}" for part in READERS)
 
 
 def list_muon(model: Transformer) -> list[nn.Parameter]:
@@ -81,6 +91,7 @@ def make_optimizers(
     scales = {"matrices": scale, "heads": scale, "others": 1.0}
     factor = recipe.router_rate_factor
     scales |= {"deciders": scale * factor, "thresholds": factor}
+    scales["tables"] = recipe.memory_rate_factor
     groups = {name: params for name, params in group_parameters(model).items() if params}
     optimizers: list[Optimizer] = []
     if recipe.optimizer == "muon":

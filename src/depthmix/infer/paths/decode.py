@@ -94,6 +94,17 @@ class RecordedStep:
         """The tokens' positions: the step is its own cache."""
         return self.positions[None]
 
+    def recall(
+        self,
+        tokens: Int[Tensor, "B T"],
+        positions: Int[Tensor, "B T"],
+        present: Bool[Tensor, "B T"] | None,
+        count: int,
+    ) -> Int[Tensor, "B T past"]:
+        """The ids before each token in its own row of the cache."""
+        assert self.cache.past is not None
+        return self.cache.past.recall(tokens, positions, present, count, self.rows[None])
+
     def send(self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> None:
         """Set the next step's input; remaining places are empty."""
         rest = self.batch - len(tokens)

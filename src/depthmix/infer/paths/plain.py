@@ -285,10 +285,12 @@ def find_shape_obstacle(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return f"its weights are {dtype}"
     if config.expert_layers:
         return "its blocks have experts"
+    if config.has_memory:
+        return "it has a memory of n-grams"
     # a field added to models counts as unsupported until KNOWN_FIELDS names it
     default = fields.flatten(ModelConfig().to_dict())
     for name, value in fields.flatten(config.to_dict()).items():
-        is_known = name in KNOWN_FIELDS or name.startswith("experts.")
+        is_known = name in KNOWN_FIELDS or name.startswith(("experts.", "memory."))
         if not is_known and value != default[name]:
             return f"kernels do not support its {name} = {value}"
     return None
