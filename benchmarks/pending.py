@@ -42,7 +42,10 @@ MEASUREMENTS = {
         "transformers' generate_batch() to its end, 64 requests",
         "engine.py --shape large --parts batch transformers --requests 64 --calls generate_batch",
     ),
-    "trained": Measurement("trained models, sampled: a MoD and its dense twin", "trained.py"),
+    "trained": Measurement(
+        "trained models, sampled: a MoD and its dense twin (--runs, of the plan isoflop)",
+        "trained.py",
+    ),
     "small-64": Measurement(
         "64 requests, width 1024", "engine.py --shape small --parts batch --requests 64"
     ),

@@ -57,3 +57,30 @@ def test_mistakes_are_refused(
         pending.main()
     assert caught.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+class Meter:
+    """A counter that goes up by a Joule at each reading."""
+
+    def __init__(self) -> None:
+        self.joules = 0.0
+
+    def read_joules(self) -> float:
+        self.joules += 1
+        return self.joules
+
+
+def test_energy_is_shared_by_the_new_tokens_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["engine.py", "--cpu", "--parts", "energy", "--dense-only"]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(engine, "open_meter", lambda device: Meter())
+    monkeypatch.setattr(engine, "ENERGY_SECONDS", 0.0)
+    monkeypatch.setattr(engine.torch.cuda, "synchronize", lambda: None)
+    bench = engine.Bench(engine.parse_arguments())
+    bench.run()
+    assert bench.failed == []
+    single, batch = (row for row in bench.rows if row["part"] == "energy")
+    # a Joule passed in the two calls of each
+    assert (single["requests"], single["calls"]) == (1, 2)
+    assert single["joules_per_token"] == 1 / 2 / bench.sizes.single[1]
+    assert batch["joules_per_token"] == 1 / 2 / (bench.sizes.many * bench.sizes.num_new)
