@@ -37,7 +37,7 @@ def feed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     monkeypatch.setattr("builtins.input", read)
 
 
-def test_lines_are_answered_and_commands_obeyed(
+def test_lines_and_commands(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--device", "cpu", "--max-tokens", "5", "--seed", "1"]
@@ -67,7 +67,7 @@ def test_lines_are_answered_and_commands_obeyed(
         (["--selector", "magic", "--device", "cpu"], "--selector magic: unknown selector"),
     ],
 )
-def test_mistakes_are_told_at_once(
+def test_mistakes_are_refused_early(
     run: Path, refuse: Refuse, arguments: list[str], sentence: str
 ) -> None:
     refuse(["chat", str(run), *arguments], sentence)

@@ -76,9 +76,7 @@ def test_the_test_split_is_measured_and_kept(
     assert f"{run}, test split: " in capsys.readouterr().out
 
 
-def test_a_test_split_that_is_not_there_is_told(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_test_split_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, told in (
         (["--test"], "has no test split: prepare the text again"),
         (["--test", "--text", "a.txt"], "--test is for data with a test split"),

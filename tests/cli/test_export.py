@@ -18,7 +18,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_run(tmp_path_factory.mktemp("exchange"))
 
 
-def test_a_run_goes_out_and_comes_back(
+def test_export_and_import_round_trip(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(run), "--out", str(tmp_path / "out"), "--checkpoint", "4"]) == 0
@@ -60,7 +60,7 @@ def test_a_run_goes_out_and_comes_back(
     assert main(["runs", str(tmp_path)]) == 0
 
 
-def test_a_selector_is_written_down(run: Path, tmp_path: Path) -> None:
+def test_selector_is_saved(run: Path, tmp_path: Path) -> None:
     options = ["--selector", "router", "--no-tokenizer", "--out", str(tmp_path / "out")]
     assert main(["export", str(run), *options]) == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["selector"] == "router"

@@ -39,7 +39,7 @@ def test_a_report_is_written_and_summed_up(
     assert (file.parent / "report" / "report.html").exists()
 
 
-def test_missing_pictures_are_one_line(
+def test_missing_images_are_reported_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path / "run", DENSE, 3.0)
@@ -52,7 +52,7 @@ def test_missing_pictures_are_one_line(
     ]
 
 
-def test_an_empty_folder_is_one_sentence(
+def test_empty_folder_is_reported_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):

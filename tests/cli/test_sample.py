@@ -275,7 +275,7 @@ def test_colours_shade_each_token(
     assert shown == "".join(map(Shader(2, "256").paint, pieces)) + "\n"
 
 
-def test_without_colours_brackets_tell_the_depth(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_colours_brackets_show_depth(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     wish = ("--prompt", "li", "--seed", 5, "--max-tokens", 6, "--selector", "all", "--color")
     told = ask(*wish)
     assert told.out.startswith("[token]N used N of the 2 routed blocks")
@@ -310,7 +310,7 @@ def test_ctrl_c_keeps_what_was_made(ask: Ask, monkeypatch: pytest.MonkeyPatch) -
         assert told.err.endswith("interrupted\n")
 
 
-def test_an_encoding_without_the_characters_is_no_obstacle(
+def test_characters_missing_from_encoding_are_replaced(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
@@ -326,7 +326,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_sees_the_prompt_and_no_commands(
+def test_prompt_is_shown_without_control_characters(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = Terminal()
@@ -336,7 +336,9 @@ def test_a_terminal_sees_the_prompt_and_no_commands(
     assert out.getvalue().startswith("\x1b[1ma␛b\x1b[0m")
 
 
-def test_compiling_is_told_apart(run: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_time_is_reported_separately(
+    run: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wish = ("--prompt", "line", "--max-tokens", 4, "--temperature", 0)
     plain = ask(*wish)
     assert SUMMARY.fullmatch(plain.err.strip())
@@ -374,7 +376,7 @@ def test_what_does_not_fit_is_refused_before_compiling(
     assert "the model's max_seq_len is 32" in told.err
 
 
-def test_the_models_length_is_told(ask: Ask) -> None:
+def test_length_limit_of_model_is_reported(ask: Ask) -> None:
     told = ask("--prompt", "a", "--max-tokens", 99, "--ignore-eos")
     assert "the model's max_seq_len of 32 tokens ended it" in told.err
     # a document's beginning, the prompt's token, and one that is never computed
@@ -418,7 +420,7 @@ def test_mistakes_end_in_a_sentence(ask: Ask, args: list[str], sentence: str) ->
     assert told.err.count("\n") == 1
 
 
-def test_what_is_no_run_is_refused(run: Path, tmp_path: Path, ask: Ask) -> None:
+def test_folder_that_is_not_a_run_is_refused(run: Path, tmp_path: Path, ask: Ask) -> None:
     assert "there is no run" in ask(path=tmp_path / "nothing").err
     assert "is not a run, but contains 1" in ask(path=run.parent).err
     assert "is part of the run" in ask(path=run / "checkpoints").err

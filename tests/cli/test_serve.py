@@ -50,7 +50,7 @@ def test_without_the_extra_it_says_what_to_install(
         (["--name", "a", "--name", "b"], "--name is given 2 times for 1 model:"),
     ],
 )
-def test_mistakes_are_told_at_once(
+def test_mistakes_are_refused_early(
     run: Path, refuse: Refuse, arguments: list[str], sentence: str
 ) -> None:
     place = [] if arguments[0] == "nowhere" else [str(run)]

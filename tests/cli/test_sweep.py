@@ -121,7 +121,7 @@ def test_failures_are_named_and_tried_again(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_how_to_go_on(
+def test_interrupted_sweep_says_how_to_resume(
     plan: Path,
     data: Path,
     fake: Fake,
@@ -151,7 +151,7 @@ def test_how_to_go_on(
     assert re.search(r"mod/w16-l2-s0 .* to resume", capsys.readouterr().out)
 
 
-def test_mixed_data_is_told(
+def test_mixed_data_is_reported(
     plan: Path, data: Path, fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.order({"2e8/mod/w16-l2-s0": ["refuse", "refuse"]})
@@ -237,7 +237,7 @@ def test_runs_are_handed_to_slurm(
     assert not (fake.root / "calls").exists()
 
 
-def test_for_real(
+def test_sweep_with_real_training(
     plan: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"

@@ -50,7 +50,7 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
     return ask
 
 
-def test_a_trace_is_written_and_told(run: Path, words: Path, tmp_path: Path, ask: Ask) -> None:
+def test_trace_is_written_and_summarized(run: Path, words: Path, tmp_path: Path, ask: Ask) -> None:
     out = tmp_path / "found.json"
     told = ask("trace", run, "--text", words, "--out", out, "--device", "cpu", "--checkpoint", 2)
     assert (told.code, told.err) == (0, "")
@@ -103,7 +103,7 @@ def test_a_long_text_shows_progress_and_is_cut(
     assert '"tokens":[0,' in (tmp_path / "page.html").read_text()
 
 
-def test_what_is_wrong_is_said(run: Path, words: Path, tmp_path: Path, ask: Ask) -> None:
+def test_mistakes_are_reported(run: Path, words: Path, tmp_path: Path, ask: Ask) -> None:
     trace, empty, binary = (tmp_path / name for name in ("t.json", "empty.txt", "binary"))
     trace.write_text(json.dumps(make_trace()))
     empty.write_text("")
@@ -168,9 +168,7 @@ def test_a_page_of_a_trace_loads_no_torch(tmp_path: Path) -> None:
         {"rules": {"topk": {**make_trace()["rules"]["topk"], "entropy": ["a"] * 11}}},
     ],
 )
-def test_a_trace_that_was_changed_by_hand_is_told(
-    change: dict[str, object], tmp_path: Path, ask: Ask
-) -> None:
+def test_edited_trace_is_refused(change: dict[str, object], tmp_path: Path, ask: Ask) -> None:
     path = tmp_path / "t.json"
     path.write_text(json.dumps({**make_trace(), **change}))
     told = ask("view", path)

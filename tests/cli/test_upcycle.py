@@ -81,7 +81,7 @@ def test_mistakes_end_in_a_sentence(
     assert not (tmp_path / "run").exists()
 
 
-def test_blocks_that_a_text_misses_least(
+def test_least_blocks_are_routed(
     dense: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

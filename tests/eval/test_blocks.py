@@ -115,7 +115,7 @@ def test_a_block_is_judged_beside_those_already_out(
     assert measured[NUM_LAYERS + 1 :] == [(0, 1), (0, 2), (0, 2, 3)]
 
 
-def test_progress_is_told(model: Transformer, stream: Stream) -> None:
+def test_progress_is_reported(model: Transformer, stream: Stream) -> None:
     told: list[tuple[int, ...]] = []
     find_least_blocks(model, stream, 2, report=lambda *pair: told.append(pair), seq_len=40)
     assert [done for done, _ in told] == list(range(1, len(told) + 1))

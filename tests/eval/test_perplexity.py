@@ -100,14 +100,14 @@ def test_the_length_of_other_rows_does_not_change_a_score(selector: str | None) 
     assert both[1, :15].all()
 
 
-def test_documents_are_apart_unless_told_otherwise() -> None:
+def test_documents_are_separate_by_default() -> None:
     model, stream = make_model("dense"), Stream(make_tokens(60), None, END)
     apart = measure_stream(model, stream)["rules"]["dense"]["loss"]
     joined = measure_stream(model, stream, document_mask=False)["rules"]["dense"]["loss"]
     assert apart != pytest.approx(joined, abs=1e-3)
 
 
-def test_compute_is_told() -> None:
+def test_compute_is_reported() -> None:
     model = make_model("mod")
     found = measure_stream(model, Stream(make_tokens(40), None, None), seq_len=8)
     dense = flops.forward_flops(model.config.dense_twin(), seq_len=8)

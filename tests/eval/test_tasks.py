@@ -77,7 +77,7 @@ def test_scores_by_hand_in_any_batch(name: str, batch_size: int) -> None:
         assert greedy == wanted[1]
 
 
-def test_what_greedy_decoding_writes_is_greedy() -> None:
+def test_greedy_text_scores_as_greedy() -> None:
     model = make_model()
     (text,) = model.generate_until([Request(("line 3", {"until": [], "max_gen_toks": 4}))])
     ids = TOKENIZER.encode("line 3" + text).ids
@@ -138,7 +138,7 @@ def test_our_task_runs_and_batches_do_not_change_it() -> None:
     )
 
 
-def test_tasks_in_files_of_ones_own(tmp_path: Path) -> None:
+def test_tasks_in_files(tmp_path: Path) -> None:
     own = tasks.list_own_tasks()["python_syntax"]
     path = tmp_path / "mine.yaml"
     path.write_text(own.read_text().replace("python_syntax", "mine"))

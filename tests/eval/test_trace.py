@@ -70,7 +70,7 @@ def test_decisions_are_the_models_own(name: str) -> None:
         assert None not in rule["loss"][:-1]
 
 
-def test_the_two_rules_are_told_apart() -> None:
+def test_rules_are_distinguished() -> None:
     trace = trace_tokens(small_model("mod"), list(range(1, 33)))
     topk, causal = (trace["rules"][name] for name in ("topk", "causal"))
     assert (topk["label"], topk["selector"]) == ("top-k", None)
@@ -91,7 +91,7 @@ def test_progress_counts_the_tokens_of_both_rules() -> None:
     assert told == [(end + before, total) for before in (0, len(tokens)) for end in ends]
 
 
-def test_a_rule_that_cannot_be_causal_stands_alone() -> None:
+def test_strategy_without_causal_head_has_one_rule() -> None:
     for overrides in ({"routing.strategy": "stochastic"}, {"routing.predictor": False}):
         trace = trace_tokens(small_model("mod", **overrides), [1, 2, 3])
         assert list(trace["rules"]) == ["topk"]
@@ -195,13 +195,13 @@ def test_a_trace_says_where_it_comes_from(run: Path) -> None:
     assert len(short["tokens"]) - short["num_added"] == 3
 
 
-def test_a_gpu_that_is_not_there(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no CUDA device is visible"):
         trace_model(open_model(run), "words", text="a letter", device="cuda")
     assert trace_model(open_model(run), "words", text="a letter")["origin"]["device"] == "cpu"
 
 
-def test_words_must_be_there(run: Path) -> None:
+def test_empty_text_is_refused(run: Path) -> None:
     with pytest.raises(ValueError, match="there are no tokens to trace"):
         trace_model(open_model(run), "", text="a letter", device="cpu")

@@ -21,13 +21,13 @@ MESSAGES = [{"role": "user", "content": "line 3"}]
 CHAT = Chat("{% for m in messages %}{{ m.content }}→\n{% endfor %}", (2, 7), "<s>", None)
 
 
-def test_it_comes_back(tmp_path: Path) -> None:
+def test_chat_round_trips(tmp_path: Path) -> None:
     assert read_chat(tmp_path) is None
     write_chat(tmp_path, CHAT)
     assert read_chat(tmp_path) == CHAT
 
 
-def test_a_run_and_its_checkpoint_have_it(tmp_path: Path) -> None:
+def test_run_and_checkpoint_have_the_chat(tmp_path: Path) -> None:
     run = write_text_run(tmp_path)
     assert open_model(run).chat is None
     write_chat(run, CHAT)
@@ -38,7 +38,7 @@ def test_a_run_and_its_checkpoint_have_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"template": "x"}', '{"template": "x", "stop_tokens": ["a"]}']
 )
-def test_a_damaged_one_is_named(text: str, tmp_path: Path) -> None:
+def test_damaged_chat_is_refused_by_name(text: str, tmp_path: Path) -> None:
     (tmp_path / CHAT_FILE).write_text(text)
     with pytest.raises(ValueError, match=rf"{CHAT_FILE} is damaged .*restore a copy, or remove it"):
         read_chat(tmp_path)
@@ -54,7 +54,7 @@ def write(folder: Path, name: str, **tree: Any) -> None:
     (folder / name).write_text(json.dumps(tree))
 
 
-def test_where_templates_are(tmp_path: Path) -> None:
+def test_places_of_templates(tmp_path: Path) -> None:
     assert find_chat(tmp_path) is None
     assert find_chat(tmp_path / "nowhere") is None
     write(tmp_path, "tokenizer_config.json", chat_template=TEMPLATE)
@@ -71,13 +71,13 @@ def test_where_templates_are(tmp_path: Path) -> None:
     assert find_chat(tmp_path) == Chat(TEMPLATE, ())
 
 
-def test_a_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_template_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"chat_template.jinja is not UTF-8"):
         find_chat(tmp_path)
 
 
-def test_a_name_that_the_tokenizer_does_not_know_is_left_out(taught: Path, tmp_path: Path) -> None:
+def test_special_token_unknown_to_tokenizer_is_left_out(taught: Path, tmp_path: Path) -> None:
     chat = Chat(TEMPLATE, (9,), "<unheard of>", "<too>")
     export_model(
         open_model(taught).network,
@@ -124,7 +124,7 @@ def taught(llama: Path) -> Path:
     return llama
 
 
-def test_it_survives_upcycling_exporting_and_coming_back(taught: Path, tmp_path: Path) -> None:
+def test_chat_survives_upcycling_export_and_import(taught: Path, tmp_path: Path) -> None:
     ids = load_tokenizer(taught)
     chat = Chat(TEMPLATE, (9,), ids.id_to_token(8), ids.id_to_token(9))
     run, out = tmp_path / "run", tmp_path / "out"
@@ -165,7 +165,7 @@ def test_generate_ends_with_the_answer(taught: Path, tmp_path: Path) -> None:
     assert found.shape[1] < 30
 
 
-def test_an_answer_ends_what_is_written_before_a_document_does() -> None:
+def test_answer_ends_come_before_document_end() -> None:
     assert list_ends(None) == []
     assert list_ends(0) == [0]
     assert list_ends(0, Chat("", (9, 0, 9))) == [9, 0]

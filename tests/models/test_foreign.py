@@ -138,7 +138,7 @@ def test_rope_theta_of_older_releases(llama: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_we_cannot_be_is_refused_by_name(
+def test_unsupported_features_are_refused_by_name(
     llama: Path, changes: dict[str, Any], told: str
 ) -> None:
     change_config(llama, **changes)
@@ -146,14 +146,14 @@ def test_what_we_cannot_be_is_refused_by_name(
         read_config(llama)
 
 
-def test_a_window_that_is_not_used_or_wide_enough_is_none(llama: Path) -> None:
+def test_sliding_window_without_effect_is_ignored(llama: Path) -> None:
     change_config(llama, model_type="qwen2", sliding_window=16, use_sliding_window=False)
     assert read_config(llama).max_seq_len == 64
     change_config(llama, model_type="mistral", use_sliding_window=True)
     assert read_config(llama, max_seq_len=16).max_seq_len == 16
 
 
-def test_what_is_no_configuration_is_refused(llama: Path) -> None:
+def test_invalid_configuration_is_refused(llama: Path) -> None:
     (llama / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="is not a JSON object"):
         read_config(llama)
@@ -248,13 +248,13 @@ def test_weights_that_do_not_fit_are_refused(
         read_weights(llama, read_config(llama))
 
 
-def test_saved_frequencies_are_passed_over(llama: Path) -> None:
+def test_saved_frequencies_are_ignored(llama: Path) -> None:
     change_weights(llama, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))
     config = read_config(llama)
     assert len(read_weights(llama, config)) == len(list(list_entries(config)))
 
 
-def test_a_tied_head_that_is_another_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_tied_head_that_differs_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     weights = load_file(folders["llama_tied"] / WEIGHTS_FILE)
     config = read_config(folders["llama_tied"])
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()

@@ -12,7 +12,9 @@ from depthmix.models.hub import PATTERNS, fetch_model, is_hub_name
 from foreign_models import write_foreign
 
 
-def test_names_are_told_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_are_distinguished_from_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "there").mkdir(parents=True)
     assert is_hub_name("HuggingFaceTB/SmolLM2-135M")
@@ -46,7 +48,7 @@ def test_a_model_is_fetched_and_upcycled(
     assert len(asked) == 1
 
 
-def test_what_to_do_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_hub_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     def fail(name: str, **options: Any) -> str:

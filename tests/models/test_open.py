@@ -74,7 +74,7 @@ def test_a_dense_folder(tmp_path: Path) -> None:
         _ = open_model(folder).vocabulary
 
 
-def test_an_end_token_of_any_name_comes_back(run: Path, tmp_path: Path) -> None:
+def test_end_token_of_any_name_round_trips(run: Path, tmp_path: Path) -> None:
     """Which an export notes, as no tokenizer says it."""
     opened = open_model(run)
     out = tmp_path / "out"
@@ -107,7 +107,7 @@ def test_weights_are_read_when_they_are_asked_for(run: Path, tmp_path: Path) -> 
     assert len(asked) == 1
 
 
-def test_a_checkpoint_has_the_chat_of_its_run(run: Path, tmp_path: Path) -> None:
+def test_checkpoint_uses_chat_of_run(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     write_chat(copy, Chat("{{ messages }}", (2,)))
     assert open_model(copy / "checkpoints" / "step-00000004").chat == Chat("{{ messages }}", (2,))
@@ -145,7 +145,7 @@ def test_a_run_without_its_configuration_has_its_checkpoints(run: Path, tmp_path
     assert open_model(copy).config == open_model(run).config
 
 
-def test_what_is_no_model_is_told(run: Path, exported: Path, tmp_path: Path) -> None:
+def test_path_that_is_not_a_model_is_reported(run: Path, exported: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     for path, told in (
@@ -170,7 +170,7 @@ def test_what_is_no_model_is_told(run: Path, exported: Path, tmp_path: Path) -> 
         open_model(run, checkpoint="9")
 
 
-def test_damaged_checkpoints_are_told(run: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_reported(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     place = copy / "checkpoints" / "step-00000004"
     (place / "state.json").write_text("{")

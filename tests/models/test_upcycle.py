@@ -42,7 +42,7 @@ def test_the_run_is_the_dense_model_where_nothing_is_skipped(dense: Path, tmp_pa
         assert not torch.allclose(model(tokens).logits, wanted, rtol=0, atol=1e-2)
 
 
-def test_it_says_what_it_did(dense: Path, tmp_path: Path) -> None:
+def test_summary_of_upcycling(dense: Path, tmp_path: Path) -> None:
     made = upcycle(open_model(dense), tmp_path / "run", ROUTING)
     first, second, third, last = made.describe()
     num_new = flops.num_parameters(made.config).total

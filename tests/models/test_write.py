@@ -26,7 +26,7 @@ def stop(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_what_fails_leaves_nothing(there: bool, tmp_path: Path) -> None:
+def test_failure_leaves_nothing_behind(there: bool, tmp_path: Path) -> None:
     out = tmp_path / "a" / "out"
     if there:
         out.mkdir(parents=True)
@@ -46,7 +46,7 @@ def test_what_fails_leaves_nothing(there: bool, tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == {"mark", "more"}
 
 
-def test_a_full_disk_is_no_hindrance_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_after_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense, model = write_foreign(tmp_path / "dense"), make_model("mod", dtype=torch.float32)
     with monkeypatch.context() as full:
         full.setattr(Checkpoints, "save", fill_disk)

@@ -25,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_run(tmp_path_factory.mktemp("sampler"))
 
 
-def test_a_sampler_speaks_text(run: Path) -> None:
+def test_sampler_takes_and_gives_text(run: Path) -> None:
     sampler = start_sampler(open_model(run), device="cpu", max_batch=2)
     prompts = [sampler.vocabulary.encode("line 1"), sampler.vocabulary.encode("")]
     assert prompts[0][0] == 0
@@ -70,7 +70,7 @@ def test_loading_and_compiling_are_timed_apart(run: Path, monkeypatch: pytest.Mo
     assert sampler.tokens_per_second is None
 
 
-def test_who_is_stopped_keeps_what_there_is(run: Path) -> None:
+def test_stopped_sampler_keeps_its_text(run: Path) -> None:
     sampler = start_sampler(open_model(run), device="cpu")
     for _ in range(2):
         sampler.add([0], GREEDY)
@@ -82,7 +82,7 @@ def test_who_is_stopped_keeps_what_there_is(run: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused(run: Path) -> None:
+def test_missing_gpu_is_refused(run: Path) -> None:
     with pytest.raises(ValueError, match="leave out --device cuda"):
         start_sampler(open_model(run), device="cuda")
 
@@ -123,7 +123,7 @@ def test_a_text_ends_with_its_document(run: Path, monkeypatch: pytest.MonkeyPatc
     assert asked == [([prompt], (0,)), ([prompt], (7,))]
 
 
-def test_what_generate_does_not_take(run: Path) -> None:
+def test_generate_refuses_other_inputs(run: Path) -> None:
     model = depthmix.open_model(run)
     with pytest.raises(ValueError, match="n = 2: generate gives one text for each prompt"):
         model.generate("line", n=2)

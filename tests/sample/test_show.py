@@ -34,7 +34,7 @@ def take_depths(pieces: list[ShadedText]) -> list[tuple[str, int | None]]:
 
 
 @given(st.lists(st.tuples(st.sampled_from(TEXT), st.integers(0, 3))), st.booleans())
-def test_a_character_has_the_depth_of_its_deepest_byte(
+def test_character_has_depth_of_deepest_byte(
     chars: list[tuple[str, int]], last_computed: bool
 ) -> None:
     tokens, paths = [], []
@@ -193,7 +193,7 @@ def test_the_environment_chooses_the_palette(
     assert choose_palette(Terminal() if terminal else io.StringIO()) == wanted
 
 
-def test_no_command_reaches_a_terminal() -> None:
+def test_control_characters_are_hidden_on_a_terminal() -> None:
     hidden = hide_controls("a\x1b[2J\x07\x9b\x7f\r\n\tb")
     assert hidden == "a␛[2J␇\ufffd␡␍\n\tb"
     assert Shader(1, None).paint(ShadedText("\x1b", 0)) == "␛"
@@ -204,7 +204,7 @@ SAMPLE = Sample((7, 8), "hi", "length", (-1.0, -2.0), ((Alternative(7, -1.0),),)
 STATS = Stats(0, 0, 0, 0, 2048, 4096)
 
 
-def test_a_line_tells_what_depth_saved() -> None:
+def test_summary_reports_savings() -> None:
     told = summarize([SAMPLE, SAMPLE], STATS, 12.34)
     assert told == (
         "4 tokens, 12.3 tokens/s; 62.5% of blocks executed, 40.0% of the dense FLOPs saved; cache "

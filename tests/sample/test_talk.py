@@ -58,7 +58,7 @@ class Scene:
         return engine.generate([encode(text)], params)[0].samples[0].text or ""
 
 
-def test_a_chat_has_all_that_was_said_before() -> None:
+def test_chat_keeps_history() -> None:
     scene = Scene(system="be kind")
     prompt = "[system]be kind\n[user]hi\n[assistant]"
     answer = scene.generate(prompt, begin=False)
@@ -88,7 +88,7 @@ def test_without_a_template_the_text_goes_on() -> None:
         Scene(chat=None, system="be kind")
 
 
-def test_a_stopped_answer_is_kept_as_far_as_it_got() -> None:
+def test_stopped_answer_is_kept() -> None:
     scene = Scene(params=SamplingParams(max_tokens=100, seed=3))
     steps: list[int] = []
     printed = scene.say("hi", lambda: len(steps) > 4 or steps.append(1))
@@ -101,7 +101,7 @@ def test_a_stopped_answer_is_kept_as_far_as_it_got() -> None:
     assert f"[assistant]{kept['content']}\n[user]more" in scene.asked[-1]
 
 
-def test_what_no_longer_fits_is_left_out_and_told() -> None:
+def test_history_that_does_not_fit_is_left_out() -> None:
     # the model reads 512 tokens, of which a byte is one
     scene = Scene()
     for letter in "abcd":
@@ -159,7 +159,7 @@ def test_settings_are_shown_and_changed() -> None:
         assert name in scene.talk.command("/help")
 
 
-def test_a_template_that_refuses_is_told() -> None:
+def test_error_of_template_is_reported() -> None:
     refusing = Chat("{{ raise_exception('no users') }}", (END,))
     with pytest.raises(ValueError, match="the chat template failed: no users"):
         Scene(chat=refusing).say("hi")

@@ -61,7 +61,7 @@ def test_all_runs_are_trained_and_then_kept(fake: Fake, runs: list[PlannedRun]) 
     assert len(fake.read_calls()) == len(runs)
 
 
-def test_so_many_at_once(fake: Fake, tree: dict[str, Any]) -> None:
+def test_number_of_parallel_jobs(fake: Fake, tree: dict[str, Any]) -> None:
     runs = expand_plan(read_plan({**tree, "seeds": [0, 1]}))
     seen: list[SweepProgress] = []
     summary = execute(fake, runs, seen.append, num_jobs=3)
@@ -93,7 +93,7 @@ def test_a_failure_is_tried_once_more(fake: Fake, runs: list[PlannedRun]) -> Non
     assert execute(fake, runs).finished == (runs[0].name, runs[3].name)
 
 
-def test_what_every_run_would_be_told_ends_the_sweep(fake: Fake, runs: list[PlannedRun]) -> None:
+def test_error_common_to_all_runs_ends_the_sweep(fake: Fake, runs: list[PlannedRun]) -> None:
     fake.order({run.folder: ["refuse", "refuse"] for run in runs})
     told = f"{runs[0].name} and {runs[1].name} cannot be trained: no room on the disk"
     with pytest.raises(ValueError, match=re.escape(told)):
@@ -106,9 +106,7 @@ def test_what_every_run_would_be_told_ends_the_sweep(fake: Fake, runs: list[Plan
     assert set(summary.failed) == {run.name for run in runs[1:]}
 
 
-def test_a_folder_that_was_killed_while_it_was_made_is_started_anew(
-    fake: Fake, runs: list[PlannedRun]
-) -> None:
+def test_folder_of_a_killed_start_is_replaced(fake: Fake, runs: list[PlannedRun]) -> None:
     path = fake.out / runs[0].folder
     path.mkdir(parents=True)
     (path / "config.toml").write_text(runs[0].config.to_toml())
@@ -145,7 +143,7 @@ def test_a_signal_lets_runs_save(
     assert fake.read_calls()[1][1] == ["--resume", str(fake.out / runs[0].folder)]
 
 
-def test_what_is_interrupted_has_not_failed(fake: Fake, runs: list[PlannedRun]) -> None:
+def test_interrupted_run_is_not_a_failure(fake: Fake, runs: list[PlannedRun]) -> None:
     fake.order({runs[0].folder: ["break", "wait"]})
     summary = execute(fake, runs[:1], interrupt(fake, signal.SIGINT))
     assert summary == ((), {}, signal.SIGINT)

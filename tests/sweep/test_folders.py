@@ -30,7 +30,7 @@ def make(
     return made
 
 
-def test_what_is_left(runs: list[PlannedRun], tmp_path: Path) -> None:
+def test_standings_of_runs(runs: list[PlannedRun], tmp_path: Path) -> None:
     make(runs[0], tmp_path)
     stopped = make(runs[1], tmp_path, state="interrupted")
     stopped.append_metrics({"step": 1, "kind": "train", "flops": 123})
@@ -106,7 +106,7 @@ def test_speed_is_of_finished_runs(runs: list[PlannedRun], tmp_path: Path) -> No
     assert measure_speed(runs, tmp_path) == pytest.approx(runs[0].flops / 10)
 
 
-def test_mixed_data_is_told(runs: list[PlannedRun], tmp_path: Path) -> None:
+def test_mixed_data_is_reported(runs: list[PlannedRun], tmp_path: Path) -> None:
     assert find_mixed_data(runs, tmp_path) is None
     make(runs[0], tmp_path)
     make(runs[1], tmp_path)

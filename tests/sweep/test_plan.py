@@ -50,7 +50,7 @@ def test_fields_by_their_old_names(tree: dict[str, Any]) -> None:
     assert plan.sizes[0].fields == {"width": 32, "train.num_micro_batches": 2}
 
 
-def test_a_scale_goes_before_the_top(tree: dict[str, Any]) -> None:
+def test_scale_overrides_top_level(tree: dict[str, Any]) -> None:
     small = {"budgets": [1e8], "common": {"train": {"seq_len": 8}}, "vocab_size": 512}
     small |= {"tflops": 1}
     tree["scale"] = {"gpu": {"seeds": [0, 1]}, "smoke": small}
@@ -136,7 +136,7 @@ def test_plans_by_name(tmp_path: Path) -> None:
         load_plan(str(tmp_path / "latin.toml"))
 
 
-def test_budgets_as_folders() -> None:
+def test_budgets_are_formatted_as_folders() -> None:
     budgets = (1e15, 4e15, 1.6e16, 6, 123456789)
     assert [format_budget(b) for b in budgets] == ["1e15", "4e15", "1.6e16", "6e0", "1.23456789e8"]
 
@@ -167,7 +167,7 @@ def test_steps_spend_the_budget(budget: float, width: int, batch: int) -> None:
         assert run.num_parameters == flops.num_parameters(model).total
 
 
-def test_what_goes_before_what(tree: dict[str, Any]) -> None:
+def test_precedence_of_fields(tree: dict[str, Any]) -> None:
     tree |= {"common": {"width": 16, "train": {"max_grad_norm": 2.0}}, "sizes": [{"num_layers": 2}]}
     tree["variants"] = {"a": {"width": 32}}
     plan = read_plan(tree)
@@ -182,7 +182,7 @@ def test_what_goes_before_what(tree: dict[str, Any]) -> None:
     assert run.config.model.vocab_size == 512
 
 
-def test_all_problems_are_told_at_once(tree: dict[str, Any]) -> None:
+def test_all_problems_are_reported_together(tree: dict[str, Any]) -> None:
     tree["variants"]["wrong"] = {"routing": {"capacity": 2}}
     tree["sizes"] = [
         {"width": 33, "num_layers": 2},
@@ -270,7 +270,7 @@ def test_isoflop_sizes_stand_around_the_best() -> None:
         assert min(run.num_steps for run in cell) >= 400
 
 
-def test_the_large_isoflop_is_what_it_says() -> None:
+def test_large_isoflop_plan() -> None:
     runs = expand_plan(load_plan("isoflop", "large"))
     shapes = [(run.variant, run.config.model.width, run.config.model.num_layers) for run in runs]
     assert shapes == [
