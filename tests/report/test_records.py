@@ -60,7 +60,7 @@ def test_another_run_of_the_same_name_is_refused(tmp_path: Path) -> None:
     before = file.read_bytes()
     write_run(tmp_path / "others/a", DENSE, 3.6)
     write_run(tmp_path / "others/b", DENSE, 3.6)
-    with pytest.raises(ValueError, match="holds another run by the name 'a': choose another file"):
+    with pytest.raises(ValueError, match="has another run with the name 'a': choose another file"):
         append_records(load_runs(tmp_path / "others").rows, file)
     assert file.read_bytes() == before
 
@@ -86,7 +86,7 @@ def test_what_a_record_does_not_know_is_not_made_up(tmp_path: Path) -> None:
     assert (first.seconds, second.seconds) == (2.0, None)
     assert {run.name: run.reason for run in runs.left_out} == {
         "no config": "its configuration was not kept",
-        "no loss": "its record is not as it should be: it has no loss",
+        "no loss": "its record is damaged: it has no loss",
     }
 
 
@@ -94,7 +94,7 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
     file = tmp_path / "some.jsonl"
     for line in ('{"step": 1}', "[1]", "{"):
         file.write_text(line + "\n")
-        with pytest.raises(ValueError, match=r"is no file of records: line 1 is not a run"):
+        with pytest.raises(ValueError, match=r"is not a file of records: line 1 is not a run"):
             read_report_runs(file)
     with pytest.raises(ValueError, match="cannot read"):
         load_records([tmp_path / "none.jsonl"])

@@ -1,9 +1,8 @@
 """Pages and tables for people, from files alone: models, runs, and traces of texts.
 
-`load` reads runs, `fit` finds minima, `charts` says what is shown, `figures` draws it, and `page`
-writes it down. `curves` draws losses alone, in a terminal too. `traces` and `view` are about one
-text and its path through a model, `describe` about models before they are trained. Nothing here
-loads torch.
+`load` reads runs, `fit` finds minima, `charts` decides what is shown, `figures` draws it, and
+`page` writes the page. `curves` draws losses alone, also in a terminal. `traces` and `view` show a
+text's path through a model, `describe` models before they are trained. Does not load torch.
 """
 
 from depthmix.report.fit import compare_minima, fit_runs

@@ -1,7 +1,7 @@
-"""What a report shows, as data: charts of panels of series, each point with the words to it.
+"""The figures of a report, as data: charts of panels of series, each point with its tooltip.
 
-Owns which figures there are and what stands on their axes. Does not know how they are drawn: the
-images and the page's drawings are made from the same data.
+Decides which figures there are and what their axes show. `figures` makes images and the page's
+drawings from the same data.
 """
 
 import math
@@ -16,27 +16,27 @@ from depthmix.report.load import Row, rank_kind
 from depthmix.units import HOUR, MINUTE, format_flops, format_number, format_power
 
 CURVE_POINTS = 60
-# two dots show no relation: a sentence says the same
+# two dots show no relation; the summary has a sentence instead
 MIN_DOTS = 3
 MEGA = 1e6
-# a curve is drawn a little beyond its sizes, so that its bend is seen
+# a curve is drawn a little beyond its sizes, to show its bend
 CURVE_MARGIN = 0.08
 
 # sigmoid(score) lies between 0 and 1
 NUM_ROUTER_BINS = 20
-# a dot for each has room in a panel
+# as many as fit in a panel
 NUM_MAPPED_TOKENS = 48
 
 Colors = Mapping[str, int]
-"""Variant → number of its colour."""
+"""Variant → its colour's number."""
 Traces = Mapping[str, Mapping[str, Any]]
-"""Name of a run → what `depthmix trace` wrote of it."""
+"""Name of a run → its trace by `depthmix trace`."""
 
 
 def list_charts(
     rows: Sequence[Row], fits: Sequence[Fit], traces: Traces | None = None
 ) -> list[Chart]:
-    """The figures that these runs, and the traces of some of them, can fill."""
+    """The figures for which these runs and traces have data."""
     colors = number_colors(rows)
     charts = (
         chart_isoflop(fits, colors),
@@ -54,7 +54,7 @@ def list_charts(
 
 
 def number_colors(rows: Sequence[Row]) -> dict[str, int]:
-    """Each variant's colour, the same in every figure; dense is the first."""
+    """Each variant's colour, the same in every figure; dense comes first."""
     kinds = {row.variant: rank_kind(row.kind) for row in rows}
     order = sorted(kinds, key=lambda variant: (kinds[variant], variant))
     return {variant: i for i, variant in enumerate(order)}
@@ -88,7 +88,7 @@ def chart_isoflop(fits: Sequence[Fit], colors: Colors) -> Chart:
 
 
 def chart_relative_flops(fits: Sequence[Fit], colors: Colors) -> Chart:
-    """Loss against the cost of a forward pass, where there is a dense model to relate it to."""
+    """Loss against the cost of a forward pass, relative to a dense model."""
     panels = []
     for budget in _list_budgets(fits):
         dense, here = find_dense(fits, budget), [fit for fit in fits if fit.budget == budget]
@@ -129,12 +129,12 @@ def chart_relative_flops(fits: Sequence[Fit], colors: Colors) -> Chart:
 
 
 def chart_training(fits: Sequence[Fit], colors: Colors) -> Chart:
-    """Training loss over the budget, of the best size of each fit."""
+    """Training loss of the best size of each fit, over the budget."""
     panels = []
     for budget in _list_budgets(fits):
         series = []
         for fit in (fit for fit in fits if fit.budget == budget):
-            # seeds would hide each other
+            # seeds would cover each other
             row = fit.best.rows[0]
             points = [Point(100 * x, y, f"{describe_run(row)}\nhere {y:.3f}") for x, y in row.curve]
             if len(points) > 1:
@@ -257,7 +257,7 @@ def chart_experts(fits: Sequence[Fit], colors: Colors) -> Chart:
 
 
 def chart_causal(rows: Sequence[Row], colors: Colors) -> Chart:
-    """By how much the loss rises when decisions may not see the future."""
+    """The rise of the loss under causal decisions."""
     series = []
     for variant, color in colors.items():
         points = [
@@ -282,7 +282,7 @@ def chart_causal(rows: Sequence[Row], colors: Colors) -> Chart:
 
 
 def chart_heads(fits: Sequence[Fit], colors: Colors) -> Chart:
-    """Precision and recall of the causal heads over training, of the best size of each fit."""
+    """Precision and recall of the causal heads during training, of the best size of each fit."""
     panels = []
     for part in ("precision", "recall"):
         series, named = [], set()
@@ -296,7 +296,7 @@ def chart_heads(fits: Sequence[Fit], colors: Colors) -> Chart:
                     ]
                     if len(points) < 2:
                         continue
-                    # each name once; what comes again is another seed or budget
+                    # each name once; repeats are other seeds or budgets
                     name = "" if label in named else label
                     named.add(label)
                     series.append(Series(name, colors[fit.variant], "line", points))
@@ -313,7 +313,7 @@ def chart_heads(fits: Sequence[Fit], colors: Colors) -> Chart:
 
 
 def chart_router(traces: Traces) -> Chart:
-    """Router weights of all tokens, of every routed block: a line for each run."""
+    """Router weights of all tokens in all routed blocks, a line per run."""
     series = []
     for color, (name, trace) in enumerate(traces.items()):
         scores = [score for block in trace["rules"]["topk"]["blocks"] for score in block["score"]]
@@ -343,7 +343,7 @@ def chart_router(traces: Traces) -> Chart:
 
 
 def chart_depth(traces: Traces) -> Chart:
-    """Which of the first tokens each routed block takes, of the first run."""
+    """The first tokens of the first run's text, and the routed blocks that take them."""
     panels = []
     for name, trace in list(traces.items())[:1]:
         # the end token that begins a text, and what follows

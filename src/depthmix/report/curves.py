@@ -1,6 +1,6 @@
 """Loss curves against compute, as an image and as text for a terminal.
 
-Owns which part of a curve is in sight, and how it looks in characters. Knows nothing of runs.
+Chooses the visible part of a curve, and draws it in characters. Independent of runs.
 """
 
 import math
@@ -17,7 +17,7 @@ Points = Sequence[tuple[int | float, int | float | None]]
 Pair = tuple[float, float]
 
 DASHES = (1, 1), (4, 8), (1, 3), (8, 12)
-# of a braille cell's left column from the top, then of its right one
+# bits of a braille cell: the left column from the top, then the right one
 BRAILLE_BITS = (0, 1, 2, 6), (3, 4, 5, 7)
 
 
@@ -47,7 +47,7 @@ def draw_text_plot(
     x_label: str = "training FLOPs",
     y_label: str = "loss",
 ) -> str:
-    """The same curves in braille characters, for a terminal; each has dashes of its own."""
+    """The same curves in braille characters, for a terminal; each with its own dashes."""
     view = _choose_view(curves)
     side = min(max(map(len, view.smooth)), max(1, width // 3 - 8))
     labels = [f" {name:.{side}} {points[-1][1]:.3f}" for name, points in view.smooth.items()]
@@ -79,7 +79,7 @@ def draw_text_plot(
 
 
 class _View(NamedTuple):
-    """What of the curves is in sight, and on which scale."""
+    """The visible part of the curves, and its scale."""
 
     smooth: dict[str, list[Pair]]
     log: bool
@@ -97,7 +97,7 @@ def _choose_view(curves: Mapping[str, Points]) -> _View:
     kept: dict[str, list[Pair]] = {}
     for name, points in curves.items():
         numbers = [(float(x), math.nan if y is None else float(y)) for x, y in points]
-        # a logarithm has no place for what was measured before the first step
+        # a logarithmic axis has no place for a measurement before the first step
         if found := sorted((x, y) for x, y in numbers if x > 0 and math.isfinite(y)):
             kept[name] = found
     if not kept:
@@ -106,7 +106,7 @@ def _choose_view(curves: Mapping[str, Points]) -> _View:
     ends = [points[-1] for points in smooth.values()]
     first, last = min(points[0][0] for points in kept.values()), max(ends)[0]
     log = last >= 30 * first
-    # the fall of the first steps would flatten all that follows
+    # the fall of the first steps would flatten the rest
     every = [point for points in smooth.values() for point in points]
     seen = [y for x, y in every if x >= last / 50] + [y for _, y in ends]
     low, high = min(seen), max(seen)
@@ -118,7 +118,7 @@ def _choose_view(curves: Mapping[str, Points]) -> _View:
 
 
 def _smooth(points: list[Pair]) -> list[Pair]:
-    """A running mean over about a fiftieth of a long curve, less at its steep start."""
+    """A running mean over about a fiftieth of a long curve, and less at its steep start."""
     if len(points) < 100:
         return points
     xs, sums = [x for x, _ in points], [0.0, *accumulate(y for _, y in points)]

@@ -1,7 +1,6 @@
 """Models side by side: shape, parameters, FLOPs, cache bytes and routing, for people and as JSON.
 
-Owns how a table is laid out. Counts nothing itself, and knows nothing
-of torch.
+Lays out the tables; the numbers come from `flops`. Does not load torch.
 """
 
 import json
@@ -22,7 +21,7 @@ LABEL_WIDTH, MAX_CELL_WIDTH, MAX_MAP_WIDTH = 24, 36, 200
 
 
 class Description(NamedTuple):
-    """A model's numbers at one sequence length, raw; `dense` ones are those of its dense twin."""
+    """A model's raw numbers at one sequence length; names with `dense` are of its dense twin."""
 
     name: str
     config: ModelConfig
@@ -32,7 +31,7 @@ class Description(NamedTuple):
     """Of one sequence."""
     dense_forward_flops: int
     kv_bytes: int
-    """Of one sequence, two bytes a number."""
+    """Of one sequence, at two bytes per number."""
     dense_kv_bytes: int
 
     @property
@@ -80,7 +79,7 @@ class Description(NamedTuple):
 
 
 def describe_model(name: str, config: ModelConfig, seq_len: int | None = None) -> Description:
-    """Count everything about a model; empty `seq_len` means its `max_seq_len`."""
+    """Count everything about a model; the default `seq_len` is its `max_seq_len`."""
     dense = config.dense_twin()
     try:
         found = Description(
@@ -93,7 +92,7 @@ def describe_model(name: str, config: ModelConfig, seq_len: int | None = None) -
             kv_bytes=flops.kv_cache_bytes(config, seq_len=seq_len),
             dense_kv_bytes=flops.kv_cache_bytes(dense, seq_len=seq_len),
         )
-        # what cannot be written as a number cannot be shown either
+        # a count beyond a float's range cannot be shown
         float(found.forward_flops)
     except OverflowError as error:
         raise ValueError(f"{name} is too large to count: make it smaller") from error
@@ -101,7 +100,7 @@ def describe_model(name: str, config: ModelConfig, seq_len: int | None = None) -
 
 
 def list_presets() -> list[str]:
-    """Every preset in a line, with its parameters and forward FLOPs, under a line of headings."""
+    """A line of headings, then one per preset: its parameters and forward FLOPs."""
     found = [describe_model(name, load_preset(name)) for name in preset_names()]
     lines = [
         f"{'preset':12}  {'parameters':>10}  {'FLOPs/token':>11}  {'of dense':>8}  routed blocks"
@@ -122,7 +121,7 @@ def to_json(models: Sequence[Description]) -> str:
 
 
 def print_tables(models: Sequence[Description], console: "Console") -> None:
-    """Print the models side by side, in as many tables as the console's width asks for."""
+    """Print the models side by side, in as many tables as the console's width needs."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -134,7 +133,7 @@ def print_tables(models: Sequence[Description], console: "Console") -> None:
         for model, cells in zip(models, rows, strict=True)
     ]
     for start, stop in _split_columns(widths, console.width - LABEL_WIDTH):
-        # cells fold and never end in an ellipsis: a number cut short is a wrong number
+        # cells fold instead of ending in an ellipsis: a truncated number is a wrong one
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
         table.add_column("", overflow="fold", min_width=min(LABEL_WIDTH - 3, console.width // 3))
         for model, width in zip(models[start:stop], widths[start:stop], strict=True):
@@ -145,7 +144,7 @@ def print_tables(models: Sequence[Description], console: "Console") -> None:
 
 
 def list_rows(model: Description, *, ascii_only: bool = False) -> dict[str, str]:
-    """The table's column of one model: label → what stands there."""
+    """One model's column of the table: label → cell."""
     config, shape = model.config, model.config.shape
     rows = {
         "layers": str(config.num_layers),
@@ -246,7 +245,7 @@ def _describe_memory(config: ModelConfig) -> str:
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers, short: `0-5`, `1-11 by 2`, `1, 4`; each listed where they are uneven."""
+    """Ascending numbers in short: `0-5`, `1-11 by 2`, or, if they are uneven, `1, 4`."""
     steps = {b - a for a, b in pairwise(numbers)}
     if len(numbers) < 3 or len(steps) > 1:
         return ", ".join(map(str, numbers))
@@ -255,7 +254,7 @@ def format_ranges(numbers: Sequence[int]) -> str:
 
 
 def _split_columns(widths: Sequence[int], room: int) -> list[tuple[int, int]]:
-    """Runs of columns that fit beside each other; a column alone may be too wide, and folds."""
+    """Groups of columns that fit side by side; a single column may be too wide, and folds."""
     runs, start, used = [], 0, 0
     for i, width in enumerate(widths):
         # two characters of padding beside each column

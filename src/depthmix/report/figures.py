@@ -1,7 +1,7 @@
-"""What a chart is, and how it looks: as an image file, and as a drawing inside a page.
+"""Charts, and how to draw them: as an image file, and as SVG inside a page.
 
-Owns shapes, colours and marks. matplotlib makes both drawings from the same data; it is loaded only
-here, and only when something is drawn. Knows nothing of runs.
+Defines shapes, colours and marks. matplotlib draws both from the same data; it is loaded only here,
+and only to draw. Independent of runs.
 """
 
 import io
@@ -18,29 +18,29 @@ from xml.etree import ElementTree
 from depthmix.files import hash_content, replace_file
 from depthmix.units import format_number
 
-# Okabe and Ito's colours, distinct for colour-blind readers too; dark ones first
+# Okabe and Ito's colours, also distinct for colour-blind readers; dark ones first
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#444444")
 INK, FAINT, PALE, PAPER = "#333333", "#6a6a6a", "#dddddd", "#ffffff"
-# a page has a colour of its own for each, by day and by night
+# a page has its own colour for each, in light and dark mode
 PAGE_COLORS = {color: f"var(--c{i})" for i, color in enumerate(COLORS)}
 PAGE_COLORS |= {INK: "var(--ink)", FAINT: "var(--faint)", PALE: "var(--rule)"}
 PAGE_COLORS |= {PAPER: "var(--paper)"}
-# of the first seven series, of the next, …; each with the sign that stands for it in a legend
+# for the first seven series, the next seven, …; each with its sign in a legend
 MARKERS, MARKER_SIGNS = ("o", "s", "D"), "●■◆"
 LINES, LINE_SIGNS = ("-", "--", ":"), ("━━", "╍╍", "┅┅")
 PANEL_INCHES = 4.8, 3.7
 MOST_COLUMNS = 3
 STEPS = 1, 2, 5, 10
-"""Between the ticks of an axis, times a power of ten."""
+"""Steps between the ticks of an axis, times a power of ten."""
 MOST_LETTERS = 44
-"""In a line of an image's legend: what fits below one panel."""
+"""Entries in a line of an image's legend: as many as fit below one panel."""
 DPI = 140
 NUM_COLORS = 256
-"""Of an image: its few colours, and how they blend at edges."""
+"""Colours of an image: its few own, and their blends at edges."""
 
 
 class Point(NamedTuple):
-    """A place, and what to say of it."""
+    """A place, and its tooltip."""
 
     x: int | float
     y: int | float
@@ -51,7 +51,7 @@ class Series(NamedTuple):
     """Points of one colour: dots, a star, a line, or a pale guide for the eye."""
 
     name: str
-    """Shown in the legend; empty for what needs no entry of its own."""
+    """Name in the legend; empty for no entry."""
     color: int
     style: Literal["dots", "star", "line", "guide"]
     points: Sequence[Point]
@@ -77,7 +77,7 @@ class Cell(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A heat map; columns and rows in their order."""
+    """A heat map, with columns and rows in order."""
 
     title: str
     x_label: str
@@ -98,7 +98,7 @@ class Chart(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Says whether another chart shows the same; numbers by their first six digits."""
+        """Equal for charts that show the same; numbers count by their first six digits."""
         plain = json.dumps(self, default=str)
         short = re.sub(r"-?\d+\.\d+(e[-+]?\d+)?", lambda number: f"{float(number[0]):.6g}", plain)
         return hash_content(short)
@@ -111,18 +111,18 @@ class Chart(NamedTuple):
 
 
 class NoMatplotlib(ValueError):  # noqa: N818
-    """Nothing can be drawn here."""
+    """matplotlib is not installed."""
 
 
 def save_image(chart: Chart, path: Path) -> None:
     """Write a chart as a PNG image, with its title and its legend."""
-    # four are a square
+    # four panels form a square
     columns = 2 if len(chart.panels) == 4 else min(MOST_COLUMNS, len(chart.panels))
     rows = -(-len(chart.panels) // columns)
     width, height = columns * PANEL_INCHES[0], rows * PANEL_INCHES[1]
     legend = chart.list_legend()
     names = [textwrap.fill(series.name, MOST_LETTERS) for series in legend]
-    # inches of a letter, and of the mark beside a name, and a little more
+    # in inches: a letter, and the mark beside a name with some room
     longest = max((len(line) for name in names for line in name.splitlines()), default=0)
     num_columns = max(1, min(4, len(names), int(width / (0.09 * longest + 0.7))))
     num_lines = sum(name.count("\n") + 1 for name in names) / num_columns
@@ -141,14 +141,14 @@ def save_image(chart: Chart, path: Path) -> None:
 
 
 def read_digest(path: Path) -> str | None:
-    """The digest of the chart that an image shows; None where it says none."""
+    """The digest of the chart that an image shows; None if it has none."""
     found = re.search(rb"tEXtDigest\0([0-9a-f]{64})", path.read_bytes())
     return None if found is None else found[1].decode()
 
 
 def _shrink(image: io.BytesIO, digest: str) -> bytes:
-    """The same picture in few colours, a third of the bytes, with a digest."""
-    # what matplotlib itself writes images by
+    """The same image in few colours, with a third of the bytes, and with a digest."""
+    # matplotlib writes images with it
     from PIL import Image, PngImagePlugin
 
     info = PngImagePlugin.PngInfo()
@@ -171,7 +171,7 @@ def save_images(charts: Iterable[Chart], folder: Path) -> list[Path]:
 
 
 def draw_chart(chart: Chart) -> str:
-    """A chart's panels and its legend as HTML, coloured by the page, with a word at each point."""
+    """A chart's panels and its legend as HTML, coloured by the page, with tooltips."""
     panels = "\n".join(_draw_inline(p, f"{chart.key}-{i}") for i, p in enumerate(chart.panels))
     entries = "".join(_draw_entry(series) for series in chart.list_legend())
     legend = f'<ul class="legend">{entries}</ul>' if entries else ""
@@ -179,7 +179,7 @@ def draw_chart(chart: Chart) -> str:
 
 
 def _draw_inline(panel: Panel | Grid, name: str) -> str:
-    """A panel as SVG for the inside of a page; `name` keeps its ids apart from other panels'."""
+    """A panel as SVG for a page; `name` makes its ids distinct from other panels'."""
     with _style({"svg.hashsalt": name}):
         figure = _start_figure(*PANEL_INCHES)
         tips = _draw(figure.add_subplot(facecolor="none"), panel)
@@ -187,7 +187,7 @@ def _draw_inline(panel: Panel | Grid, name: str) -> str:
         unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(drawn, format="svg", facecolor="none", metadata=unsaid)
     root = ElementTree.fromstring(drawn.getvalue())
-    # a rule for strokes that would hold for the whole page
+    # a style for strokes, which would apply to the whole page
     root.remove(root[0])
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
@@ -199,7 +199,7 @@ def _draw_inline(panel: Panel | Grid, name: str) -> str:
         gid = group.attrib.pop("id", "")
         if gid in tips:
             group.set("class", gid.split()[0])
-            # what has an id is only looked up
+            # definitions with an id are not drawn by themselves
             marks = (e for e in group.iter() if e.tag in ("use", "path") and "id" not in e.attrib)
             for mark, tip in zip(marks, tips[gid], strict=True):
                 if tip:
@@ -213,9 +213,9 @@ def _translate_attributes(element: ElementTree.Element) -> Iterator[tuple[str, s
     for name, value in element.attrib.items():
         if name == "style":
             if element.tag == "path" and "id" in element.attrib:
-                # a mark that is used in several places looks as each of them says
+                # a shared mark takes its style from each place that uses it
                 continue
-            # the page has a font
+            # the page sets the font
             value = re.sub(r"font-family:[^;]*;? ?", "", value)
             value = re.sub(r"#[0-9a-f]{6}", lambda c: PAGE_COLORS.get(c[0], c[0]), value)
         elif name in ("d", "x", "y", "transform"):
@@ -236,7 +236,7 @@ def _style(more: Mapping[str, Any] | None = None) -> Iterator[None]:
         from matplotlib import style
     except ImportError as error:
         raise NoMatplotlib("pictures need matplotlib: pip install 'depthmix[plot]'") from error
-    # a dollar is a dollar and no formula; text in a drawing stays text
+    # a dollar sign does not begin a formula; text in a drawing stays text
     ours = {"text.parse_math": False, "svg.fonttype": "none", **(more or {})}
     with style.context(["default", ours]):
         yield
@@ -249,7 +249,7 @@ def _start_figure(width: int | float, height: int | float) -> Any:
 
 
 def _draw(axes: Any, panel: Panel | Grid) -> dict[str, list[str]]:
-    """Fill a pair of axes; gives what there is to say of the marks of each group, by its name."""
+    """Fill a pair of axes; returns the tooltips of each group of marks, by its name."""
     axes.set_title(panel.title, loc="left", color=INK, fontsize=11, fontweight="bold")
     axes.set_xlabel(panel.x_label, color=INK, fontsize=10)
     axes.set_ylabel(panel.y_label, color=INK, fontsize=10)
@@ -261,7 +261,7 @@ def _draw_panel(axes: Any, panel: Panel) -> dict[str, list[str]]:
     axes.margins(0.06)
     if panel.log_x:
         axes.set_xscale("log")
-    # nothing is cut off, so there is nothing to clip
+    # nothing lies outside, so nothing is clipped
     axes.grid(color=PALE, linewidth=0.6, clip_on=False)
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
@@ -271,7 +271,7 @@ def _draw_panel(axes: Any, panel: Panel) -> dict[str, list[str]]:
         kind, look = series.style, _choose_look(series)
         if kind in ("line", "guide"):
             axes.plot(xs, ys, clip_on=False, **look)
-            # a line is too thin to be pointed at: its points have marks that show when they are
+            # a line is too thin to point at: its points have marks that appear under the pointer
             kind, look = "spot", {**_choose_look(series._replace(style="dots")), "alpha": 0}
         if kind != "spot" or any(words):
             gid = f"{kind} {number}"
@@ -286,7 +286,7 @@ def _choose_ticks(axes: Any, log_x: bool) -> None:
 
     for axis in (axes.yaxis,) if log_x else (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(7, steps=STEPS))
-        # each tick says all of its number
+        # each tick shows its whole number, without an offset
         axis.get_major_formatter().set_useOffset(False)
     if log_x:
         low, high = axes.get_xlim()
@@ -304,7 +304,7 @@ def _draw_grid(axes: Any, grid: Grid) -> dict[str, list[str]]:
     axes.set_xticks(range(len(grid.columns)), grid.columns)
     axes.set_yticks(range(len(grid.rows)), grid.rows)
     axes.set_xlim(-0.5, len(grid.columns) - 0.5)
-    # the first row is on top
+    # the first row is at the top
     axes.set_ylim(len(grid.rows) - 0.5, -0.5)
     axes.spines[:].set_visible(False)
     low, high = (pick(cell.value for cell in grid.cells) for pick in (min, max))
@@ -334,13 +334,13 @@ def _choose_look(series: Series) -> dict[str, Any]:
 
 
 def _count_rounds(series: Series) -> int:
-    """How often all colours were used before this one."""
+    """How often all colours have been used before this one."""
     return series.color // len(COLORS)
 
 
 def _make_handle(series: Series, name: str) -> Any:
     from matplotlib.lines import Line2D
 
-    # a label that begins with _ is left out
+    # matplotlib leaves out labels that begin with _
     name = f" {name}" if name.startswith("_") else name
     return Line2D([], [], label=name, **_choose_look(series))

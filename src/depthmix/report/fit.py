@@ -13,9 +13,9 @@ import numpy as np
 from depthmix.report.load import Row, rank_kind
 
 MIN_SIZES = 3
-"""So many points determine a parabola, and leave nothing to judge it by."""
+"""This many points determine a parabola exactly, and leave nothing to test it with."""
 NOISE = 2
-"""So many standard errors are not noise."""
+"""A difference of this many standard errors is more than noise."""
 
 
 class Parabola(NamedTuple):
@@ -25,8 +25,7 @@ class Parabola(NamedTuple):
     center: float
     bottom: float
     error: float | None = None
-    """Standard error of the bottom, by what the points are off; None for as many points as a
-    parabola needs."""
+    """Standard error of the bottom, from the residuals; None if the parabola fits exactly."""
 
     def at(self, parameters: int | float) -> float:
         """The loss of a size."""
@@ -44,7 +43,7 @@ class SizeMean(NamedTuple):
     num_seeds: int
     rows: tuple[Row, ...]
     num_recipes: int = 1
-    """Recipes that were tried; `rows` are of the best one."""
+    """Number of recipes tried; `rows` are of the best one."""
 
     @property
     def error(self) -> float | None:
@@ -53,7 +52,7 @@ class SizeMean(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A variant at a budget: its sizes, the curve through them and where it is lowest."""
+    """A variant at a budget: its sizes, the curve through them and its minimum."""
 
     budget: float
     variant: str
@@ -62,16 +61,16 @@ class Fit(NamedTuple):
     """In order of their parameters."""
     curve: Parabola | None
     bracketed: bool
-    """Whether the curve's minimum lies between the sizes tried, beyond what seeds differ by."""
+    """Whether the curve's minimum lies between the sizes tried, by more than seeds differ."""
     note: str
-    """Why the minimum is only that of the sizes tried; empty where it is bracketed."""
+    """Why only the sizes tried are known to be minimal; empty if the minimum is bracketed."""
 
     @property
     def best(self) -> SizeMean:
         """The size with the lowest mean loss.
 
-        One with a single seed gives way to one with several that is as good within noise: the
-        lowest of many single draws is mostly a lucky one.
+        A size with several seeds is preferred to one with a single seed if they are equal within
+        noise: the lowest of many single draws is mostly luck.
         """
         lowest = min(self.sizes, key=lambda size: size.loss)
         seen = [size for size in self.sizes if size.num_seeds > 1]
@@ -82,21 +81,21 @@ class Fit(NamedTuple):
 
     @property
     def parameters(self) -> int | float:
-        """Where the minimum is: the curve's if bracketed, else the best size tried."""
+        """Parameters at the minimum: the curve's if bracketed, else the best size's."""
         if self.curve is not None and self.bracketed:
             return math.exp(self.curve.center)
         return self.best.parameters
 
     @property
     def loss(self) -> float:
-        """The minimum: the curve's if bracketed, else that of the best size tried."""
+        """The lowest loss: the curve's if bracketed, else that of the best size tried."""
         if self.curve is not None and self.bracketed:
             return self.curve.bottom
         return self.best.loss
 
     @property
     def error(self) -> float | None:
-        """Standard error of the minimum; None where one seed, or no spare size, is all there is."""
+        """Standard error of the minimum; None with a single seed or no spare size."""
         return self.curve.error if self.curve is not None and self.bracketed else self.best.error
 
     @property
@@ -106,14 +105,14 @@ class Fit(NamedTuple):
 
     @property
     def convention(self) -> str:
-        """How its budget counts FLOPs: full or executed."""
+        """The convention of its budget's FLOPs: full or executed."""
         return self.best.rows[0].config.train.flops_convention
 
     def find_parity(self, loss: float) -> float | None:
-        """Least forward FLOPs that reach this loss, if any do.
+        """The least forward FLOPs that reach this loss, or None.
 
-        Where the curve falls to it between the sizes tried, if its minimum is bracketed; else those
-        of the cheapest size.
+        If the minimum is bracketed, where the curve falls to this loss between the sizes tried;
+        else of the cheapest size that reaches it.
         """
         if self.curve is not None and self.bracketed and self.curve.bottom <= loss:
             reach = math.sqrt((loss - self.curve.bottom) / self.curve.bend)
@@ -122,14 +121,14 @@ class Fit(NamedTuple):
         return min(good) if good else None
 
     def _flops_at(self, place: float) -> float:
-        """Forward FLOPs at log(parameters), between sizes by a line through their logarithms."""
+        """Forward FLOPs at log(parameters), interpolated between sizes in logarithms."""
         xs = [math.log(size.parameters) for size in self.sizes]
         ys = [math.log(size.flops_per_token) for size in self.sizes]
         return math.exp(float(np.interp(place, xs, ys)))
 
 
 class Comparison(NamedTuple):
-    """A variant's minimum beside the dense one of the same budget, see `find_dense`."""
+    """A variant's minimum compared with the dense one of its budget, see `find_dense`."""
 
     fit: Fit
     dense: Fit
@@ -140,7 +139,8 @@ class Comparison(NamedTuple):
     relative_flops: float
     """Its forward FLOPs at the minimum over those of the dense minimum."""
     parity_flops: float | None
-    """The same where it first is as good as the dense minimum, if it is anywhere."""
+    """The same, at the least FLOPs where its loss equals the dense minimum; None if it never
+    does."""
 
     @property
     def is_sound(self) -> bool:
@@ -149,16 +149,16 @@ class Comparison(NamedTuple):
 
 
 def fit_parabola(parameters: Sequence[int | float], losses: Sequence[float]) -> Parabola | None:
-    """Least squares in log(parameters) of at least `MIN_SIZES` sizes; None where it is a line."""
+    """Least squares in log(parameters) over at least `MIN_SIZES` sizes; None for a line."""
     if len(set(parameters)) < MIN_SIZES:
         raise ValueError(
             f"{len(set(parameters))} sizes do not determine a parabola: give at least {MIN_SIZES}"
         )
     xs = np.log(np.asarray(parameters, dtype=np.float64))
-    # about the middle and by the width: log(parameters) is large and varies little
+    # centred and scaled: log(parameters) is large and varies little
     middle, width = xs.mean(), xs.max() - xs.min()
     square, slope, level = np.polyfit((xs - middle) / width, np.asarray(losses, np.float64), 2)
-    # what rounding alone bends has its minimum anywhere
+    # if only rounding bends the curve, its minimum means nothing
     if abs(square) <= 1e-9 * max(abs(level), abs(slope)):
         return None
     center = -slope / (2 * square)
@@ -169,7 +169,7 @@ def fit_parabola(parameters: Sequence[int | float], losses: Sequence[float]) -> 
     if num_free:
         off = np.asarray(losses, np.float64) - terms @ (square, slope, level)
         covariance = (off @ off) / num_free * np.linalg.inv(terms.T @ terms)
-        # how the bottom moves with each coefficient
+        # the bottom's derivative by each coefficient
         moves = np.array([center**2, center, 1.0])
         error = math.sqrt(max(0.0, float(moves @ covariance @ moves)))
     return Parabola(float(square / width**2), float(middle + width * center), float(bottom), error)
@@ -178,9 +178,9 @@ def fit_parabola(parameters: Sequence[int | float], losses: Sequence[float]) -> 
 def fit_runs(
     rows: Iterable[Row], measure: Callable[[Row], float | None] | None = None
 ) -> list[Fit]:
-    """A fit for each budget and variant, in order; by the loss that `measure` gives.
+    """A fit for each budget and variant, in order, of the loss that `measure` returns.
 
-    By default that is `Row.judged`. Runs for which it gives None are left out.
+    The default is `Row.judged`. Runs without that loss are left out.
     """
     measure = measure or (lambda row: row.judged)
     groups: dict[tuple[float, str], list[Row]] = {}
@@ -218,19 +218,19 @@ def _fit_group(rows: list[Row], measure: Callable[[Row], float | None]) -> Fit:
 
 
 def find_spread(sizes: Iterable[SizeMean]) -> float | None:
-    """By how much seeds of one size usually differ, a standard deviation."""
+    """The usual standard deviation over the seeds of one size."""
     spreads = [size.spread for size in sizes if size.spread is not None]
     return statistics.median(spreads) if spreads else None
 
 
 def is_worse(size: SizeMean, other: SizeMean, spread: float | None) -> bool:
-    """Whether a size is worse than another by more than seeds of this spread differ."""
+    """Whether a size is worse than another by more than this spread of seeds explains."""
     noise = math.sqrt(1 / size.num_seeds + 1 / other.num_seeds) * (spread or 0.0)
     return size.loss - other.loss > NOISE * noise
 
 
 def _find_open_end(sizes: Sequence[SizeMean]) -> str:
-    """The side on which no size is worse than the best one beyond noise, in words, if there is."""
+    """In words, the side on which no size is worse than the best one beyond noise, if any."""
     best, spread = min(range(len(sizes)), key=lambda i: sizes[i].loss), find_spread(sizes)
     for side, name in ((sizes[:best], "smaller"), (sizes[best + 1 :], "larger")):
         if not any(is_worse(size, sizes[best], spread) for size in side):
@@ -239,7 +239,7 @@ def _find_open_end(sizes: Sequence[SizeMean]) -> str:
 
 
 def average_seeds(rows: Sequence[Row], measure: Callable[[Row], float | None]) -> SizeMean:
-    """Runs of one model as one point; of several recipes the one with the lowest mean counts."""
+    """Runs of one model as one point; of several recipes, that with the lowest mean counts."""
     recipes: dict[str, list[Row]] = {}
     for row in rows:
         recipes.setdefault(row.recipe, []).append(row)
@@ -266,7 +266,7 @@ def average_seeds(rows: Sequence[Row], measure: Callable[[Row], float | None]) -
 
 
 def average_test(fit: Fit) -> SizeMean | None:
-    """A fit's best size by its test losses, if all its runs have them."""
+    """A fit's best size with its test losses, if all its runs have one."""
     rows = fit.best.rows
     if any(row.judged_test is None for row in rows):
         return None
@@ -274,7 +274,7 @@ def average_test(fit: Fit) -> SizeMean | None:
 
 
 def compare_sizes(size: SizeMean, other: SizeMean) -> tuple[float, float | None]:
-    """By how many per cent a size's mean is above another's, and the standard error of that."""
+    """By how many per cent a size's mean exceeds another's, and the standard error."""
     ratio = size.loss / other.loss
     if size.error is None or other.error is None:
         return 100 * (ratio - 1), None
@@ -284,9 +284,9 @@ def compare_sizes(size: SizeMean, other: SizeMean) -> tuple[float, float | None]
 
 
 def find_dense(fits: Iterable[Fit], budget: float) -> Fit | None:
-    """The dense fit of a budget, or where there is none that of plain experts; of several the best.
+    """The best dense fit of a budget; if there is none, that of plain experts.
 
-    Experts that all tokens go through are to a MoDE what a dense model is to a routed one.
+    Plain experts process every token: they are the baseline of a MoDE.
     """
     plain = [fit for fit in fits if fit.kind in ("dense", "moe") and fit.budget == budget]
     dense = [fit for fit in plain if fit.kind == "dense"] or plain
@@ -294,7 +294,7 @@ def find_dense(fits: Iterable[Fit], budget: float) -> Fit | None:
 
 
 def compare_minima(fits: Sequence[Fit]) -> list[Comparison]:
-    """Every variant's minimum against the dense one of its budget, where there is one."""
+    """Every variant's minimum compared with the dense one of its budget, if there is one."""
     found = []
     for fit in fits:
         dense = find_dense(fits, fit.budget)

@@ -1,9 +1,9 @@
-"""What dense training gives for its cost, and how far a run is ahead of that.
+"""The loss that dense training reaches at each cost, and how far a run is ahead of it.
 
-A budget is counted in one convention; in another, or by the clock, runs of one budget differ. So a
-run is held against what a dense model would reach at the run's own cost: between the best dense
-sizes of two neighbouring budgets the loss follows a power law of the cost, and beyond the first and
-the last budget it goes on as between the nearest two.
+A budget counts FLOPs by one convention; by another, or by the clock, runs of one budget differ in
+cost. So a run is compared with what a dense model would reach at the run's own cost: the loss is
+interpolated by a power law between the best dense sizes of neighbouring budgets, and extrapolated
+by the nearest two.
 """
 
 import math
@@ -20,9 +20,9 @@ COSTS: dict[str, Cost] = {
     "executed": lambda row: row.executed_flops,
     "wall clock": lambda row: row.seconds,
 }
-"""What a run may be said to cost."""
+"""The ways to count a run's cost."""
 SAME_COST = 0.02
-"""Costs so close, as a share, are compared without a slope."""
+"""Costs this close, as a share, are compared without a slope."""
 
 
 class Corner(NamedTuple):
@@ -35,21 +35,21 @@ class Corner(NamedTuple):
 
 
 class Lead(NamedTuple):
-    """A size against what dense training reaches at the size's own cost."""
+    """A size compared with dense training at the size's own cost."""
 
     percent: float
     """By how much its loss is higher, in per cent of the dense one; negative is better."""
     error: float | None
     """Standard error of that over seeds; None where one of the models has a single seed."""
     multiplier: float | None = None
-    """How many times the cost dense needs for its loss; None where no slope is known."""
+    """How many times the cost dense needs to reach its loss; None if no slope is known."""
     multiplier_error: float | None = None
     extrapolated: bool = False
-    """Whether the multiplier is from beyond the dense models that were trained."""
+    """Whether the multiplier lies outside the range of the dense models that were trained."""
 
 
 class Trend(NamedTuple):
-    """How a lead changes with the budget, in per cent per factor of ten, and the standard error."""
+    """The change of a lead with the budget, in per cent per factor of ten, with its error."""
 
     slope: float
     error: float
@@ -63,7 +63,7 @@ def trace_frontier(fits: Sequence[Fit], cost: Cost) -> list[Corner]:
         if dense is not None and (spent := average_cost(dense.best, cost)) is not None:
             best = dense.best
             corners.append(Corner(spent, best.loss, _divide(best.error, best.loss)))
-    # of two that cost the same the better one counts
+    # of two at the same cost, the better one counts
     kept: list[Corner] = []
     for corner in sorted(corners, key=lambda corner: corner.loss):
         if all(abs(corner.cost / other.cost - 1) > SAME_COST for other in kept):
@@ -78,7 +78,7 @@ def average_cost(size: SizeMean, cost: Cost) -> float | None:
 
 
 def find_lead(corners: Sequence[Corner], size: SizeMean, cost: Cost) -> Lead | None:
-    """How far a size is ahead of dense training; None where that is not known at its cost."""
+    """How far a size is ahead of dense training; None if that is unknown at its cost."""
     spent = average_cost(size, cost)
     if spent is None or not corners:
         return None
@@ -94,7 +94,7 @@ def find_lead(corners: Sequence[Corner], size: SizeMean, cost: Cost) -> Lead | N
     ratio = size.loss / math.exp((1 - share) * math.log(low.loss) + share * math.log(high.loss))
     error = add_errors([(1.0, own), (1 - share, low.error), (share, high.error)])
     lead = Lead(100 * (ratio - 1), _multiply(error, 100 * ratio))
-    # the other way round: the cost at which dense has this loss
+    # the inverse: the cost at which dense has this loss
     low, high = _choose_segment(corners, [size.loss <= corner.loss for corner in corners])
     if high.loss >= low.loss:
         return lead
@@ -110,7 +110,7 @@ def find_lead(corners: Sequence[Corner], size: SizeMean, cost: Cost) -> Lead | N
 
 
 def find_leads(fits: Sequence[Fit]) -> dict[tuple[float, str], dict[str, Lead]]:
-    """(budget, variant) → cost → the lead of its best size, where it is known."""
+    """(budget, variant) → cost → the lead of its best size, where known."""
     corners = {name: trace_frontier(fits, cost) for name, cost in COSTS.items()}
     found: dict[tuple[float, str], dict[str, Lead]] = {}
     for fit in fits:
@@ -125,7 +125,7 @@ def find_leads(fits: Sequence[Fit]) -> dict[tuple[float, str], dict[str, Lead]]:
 def fit_trends(
     leads: Mapping[tuple[float, str], Mapping[str, Lead]],
 ) -> dict[tuple[str, str], Trend]:
-    """(variant, cost) → how its lead changes, where there are budgets enough."""
+    """(variant, cost) → the change of its lead, where there are enough budgets."""
     found = {}
     for variant in dict.fromkeys(variant for _, variant in leads):
         for cost in COSTS:
@@ -156,7 +156,7 @@ def add_errors(parts: Iterable[tuple[float, float | None]]) -> float | None:
     """The standard error of a sum of independent parts, each with its weight."""
     total = 0.0
     for weight, error in parts:
-        # what hardly counts need not be known
+        # a part of little weight may have an unknown error
         if abs(weight) <= SAME_COST:
             continue
         if error is None:
@@ -166,7 +166,7 @@ def add_errors(parts: Iterable[tuple[float, float | None]]) -> float | None:
 
 
 def _choose_segment(corners: Sequence[Corner], passed: Sequence[bool]) -> tuple[Corner, Corner]:
-    """The two corners between which something lies that has passed some of them, or the nearest."""
+    """The two neighbouring corners around a place; at an end, the nearest two."""
     last = min(max(1, sum(passed)), len(corners) - 1)
     return corners[last - 1], corners[last]
 

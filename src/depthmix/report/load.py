@@ -1,7 +1,7 @@
-"""Runs as rows of numbers: what each run is, what it cost and how good it came out.
+"""Runs as rows of numbers: what each run is, what it cost, and its losses.
 
-Owns what makes two runs comparable: their variant, their budget, their size and their recipe. Reads
-run folders, and records of them (`records`); knows nothing of fits and pictures, and no torch.
+Defines what makes two runs comparable: variant, budget, size and recipe. Reads run folders;
+`records` reads records of them. Independent of fits and figures, and does not load torch.
 """
 
 import dataclasses
@@ -19,29 +19,29 @@ from depthmix.runs.folder import RunDir
 from depthmix.runs.losses import TRAINED, name_metric, read_metric
 
 BUDGET_TOLERANCE = 0.02
-"""Budgets so close, as a share, are one: a run spends whole steps."""
+"""Budgets this close, as a share, are the same: a run spends whole steps."""
 CURVE_POINTS = 40
-"""Points of a curve of training losses, at most; each is a mean."""
+"""The most points of a curve of training losses; each is a mean."""
 NUM_POINTS = 20
-"""Points of a curve that is made of batches, about."""
+"""About this many points for a curve made of batches."""
 MIN_VALIDATIONS = 5
-"""So many make a curve."""
+"""The fewest validations that make a curve."""
 
-# what makes a model larger and not another kind of model
+# fields that make a model larger, but not another kind of model
 SIZE_FIELDS = {
     *("num_layers", "width", "num_heads", "num_kv_heads", "head_width", "mlp_width"),
     *("experts.width", "routing.predictor_width", "experts.predictor_width"),
 }
-# what of a recipe does not change what is learned
+# fields of a recipe that do not change what is learned
 OTHER_FIELDS = {
     *("seed", "steps", "tokens", "flops"),
     *("num_micro_batches", "compile", "cuda_graph", "shard_size"),
     *("log_every", "val_every", "checkpoint_every", "checkpoint_minutes", "num_kept_checkpoints"),
     *("checkpoint_activations", "tensorboard", "wandb"),
 }
-# of random choice, in the name of a kind
+# in the name of a kind with random choice
 LEARNED_GATE, UNIT_GATE = " learned gate", " unit gate"
-# of token choice
+# in the name of a kind with token choice
 BIAS = " bias"
 
 
@@ -58,7 +58,7 @@ class Row(NamedTuple):
     """A finished run in numbers."""
 
     name: str
-    """Its folder, below the one that is reported on."""
+    """Its folder, relative to the one reported on."""
     kind: str
     """dense, mod, token_choice, moe and so on, see `name_kind`."""
     variant: str
@@ -74,11 +74,11 @@ class Row(NamedTuple):
     """Of a forward pass."""
     loss: float | None
     """Validation loss under the training's own rule: top-k, or a dense model's only one. None in
-    records that kept the causal one alone."""
+    records that have only the causal one."""
     loss_causal: float | None
-    """Under the causal head; None where there is none, as in a dense model."""
+    """Under the causal head; None without one, as in a dense model."""
     seed: int | None
-    """None in records that did not keep it: then each run is a draw of its own."""
+    """None in records that lack it: each such run counts as a separate draw."""
     seconds: float | None
     """Spent on steps, without validation and checkpoints."""
     tokens_per_second: float | None
@@ -91,9 +91,9 @@ class Row(NamedTuple):
     model: str
     """The model's configuration, the same text for the same model."""
     recipe: str
-    """What of the recipe changes what is learned, without seed and budget."""
+    """The recipe's fields that change what is learned, without seed and budget."""
     settings: Mapping[str, Any]
-    """The model's fields that are not its size."""
+    """The model's fields other than its size."""
     provenance: Mapping[str, Any]
     """Of the first start."""
     config: RunConfig
@@ -106,7 +106,7 @@ class Row(NamedTuple):
 
     @property
     def judged(self) -> float:
-        """The loss to compare by: under causal decisions where the model takes any."""
+        """The loss to compare by: the causal one if the model has a causal head."""
         judged = self.loss if self.loss_causal is None else self.loss_causal
         assert judged is not None, "a row has one of the two"
         return judged
@@ -118,7 +118,7 @@ class Row(NamedTuple):
 
 
 class SkippedRun(NamedTuple):
-    """A run that is in no fit, and why."""
+    """A run that is left out of the fits, and why."""
 
     name: str
     state: str
@@ -134,14 +134,14 @@ class Runs(NamedTuple):
 
 
 def load_runs(folder: str | Path) -> Runs:
-    """Every run in a folder and below; what is not finished or broken is named with its reason."""
-    # a run's records are let go as soon as its row is made
+    """Every run in a folder and below; unfinished and broken ones with the reason."""
+    # each run's records are freed as soon as its row is made
     found = [(run.order, _load_run(folder, run, records)) for run, records in read_runs(folder)]
     return collect_runs(str(folder), (run for _, run in sorted(found, key=lambda pair: pair[0])))
 
 
 def collect_runs(source: str, found: Iterable["Row | SkippedRun"]) -> Runs:
-    """Rows with the budgets and variants that they have among each other."""
+    """The rows, with budgets grouped and variants named among all of them."""
     each = list(found)
     left_out = [run for run in each if isinstance(run, SkippedRun)]
     rows = [run for run in each if isinstance(run, Row)]
@@ -172,7 +172,7 @@ def _load_run(
     except (OSError, ValueError) as error:
         return SkippedRun(name, "broken", str(error))
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        return SkippedRun(name, "broken", f"its files are not as training writes them: {error}")
+        return SkippedRun(name, "broken", f"its files are damaged: {error}")
 
 
 def _find_problem(run: RunSummary) -> str:
@@ -212,7 +212,7 @@ def _read_row(
     # a run that was extended since has no test loss yet
     tested = next((r for r in reversed(test) if r.get("step") == summary.step), {})
     last = train[-1] if train else {}
-    # what was counted when it was trained
+    # as counted when it was trained
     executed = last.get("executed_flops") or schedule.count_flops(summary.step, "executed")
     return make_row(
         name,
@@ -257,11 +257,11 @@ def make_row(name: str, config: RunConfig, *, flops: float, **measured: Any) -> 
 
 
 def name_kind(model: ModelConfig) -> str:
-    """What a model is, in a word or two."""
+    """The kind of a model, in a word or two."""
     strategy, routing = STRATEGIES[model.routing.strategy], model.routing
     kind = strategy.kind
     if strategy.is_random and not routing.draws_scores:
-        # stronger controls than the paper's, whose gate is chance too
+        # stronger controls than the paper's, whose gate is random too
         kind += UNIT_GATE if GATES[routing.gate].is_constant else LEARNED_GATE
     if routing.has_bias:
         kind += BIAS
@@ -275,7 +275,7 @@ def name_kind(model: ModelConfig) -> str:
 def rank_kind(kind: str) -> int:
     """The order in which kinds are shown: dense first, then routing, then experts."""
     kinds = (strategy.kind for strategy in STRATEGIES.values() if strategy.kind)
-    # the two that are Mixture-of-Depths proper beside each other
+    # the two kinds of Mixture-of-Depths proper come first
     routed = sorted(kinds, key=lambda kind: not kind.startswith("mod"))
     known = ("dense", *routed, "moe", "mode staged", "mode integrated")
     for suffix in (UNIT_GATE, LEARNED_GATE, BIAS):
@@ -284,7 +284,7 @@ def rank_kind(kind: str) -> int:
 
 
 def list_settings(model: ModelConfig) -> dict[str, Any]:
-    """The model's fields that are not its size, by dotted name; only those that do something."""
+    """The model's fields other than its size, by dotted name; only those with an effect."""
     tree = model.to_dict()
     parts = {"routing": bool(model.routed_layers), "experts": bool(model.expert_layers)}
     found = {name: value for name, value in tree.items() if name not in parts}
@@ -294,7 +294,7 @@ def list_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def name_variants(rows: Sequence[Row]) -> list[str]:
-    """A name for each row: its kind, with the settings in which runs of this kind differ."""
+    """A name for each row: its kind, and the settings in which runs of this kind differ."""
     names = []
     for row in rows:
         alike = [other.settings for other in rows if other.kind == row.kind]
@@ -317,7 +317,7 @@ def _describe_setting(name: str, value: Any) -> str:
 
 
 def group_budgets(budgets: Iterable[float]) -> dict[float, float]:
-    """Each budget → the one that stands for all within `BUDGET_TOLERANCE` above their least."""
+    """Each budget → the one that represents all within `BUDGET_TOLERANCE` of the group's least."""
     groups: list[list[float]] = []
     for budget in sorted(budgets):
         if groups and budget <= groups[-1][0] * (1 + BUDGET_TOLERANCE):
@@ -328,7 +328,7 @@ def group_budgets(budgets: Iterable[float]) -> dict[float, float]:
 
 
 def count_seconds(train: Sequence[Record]) -> float | None:
-    """Time on steps by a run's training records; the untimed first steps count as the others."""
+    """Time spent on steps; the untimed first steps count like the others."""
     total, timed, before = 0.0, 0, 0
     for record in train:
         steps, before = record["step"] - before, record["step"]
@@ -344,7 +344,7 @@ def sum_joules(train: Sequence[Record]) -> float | None:
 
 
 def _find_speed(train: Sequence[Record]) -> float | None:
-    # the median: a record beside another run's start or end says little
+    # the median: while another run starts or ends, a record means little
     speeds = [s for record in train if (s := record.get("tokens_per_second")) is not None]
     return statistics.median(speeds) if speeds else None
 
@@ -354,7 +354,7 @@ def thin_curve(
 ) -> tuple[tuple[float, float], ...]:
     """(share of the run, loss): at most `most` means over stretches of equal length.
 
-    A stretch stands at the mean of its records, so that no loss seems to come before its time.
+    A stretch is placed at the mean step of its records, so that no loss appears too early.
     Losses that are not finite are left out.
     """
     if not train:
@@ -364,7 +364,7 @@ def thin_curve(
     for record in train:
         loss = record.get("loss")
         if loss is not None and math.isfinite(loss):
-            # rounded up: what ends a stretch belongs to it
+            # rounded up: the record at the end of a stretch belongs to it
             number = -(-record["step"] * most // last)
             stretches.setdefault(number, []).append((record["step"] / last, float(loss)))
     means = (
@@ -386,7 +386,7 @@ def _read_heads(
     model: ModelConfig, train: Sequence[Record], val: Sequence[Record], num_steps: int
 ) -> Iterable[Head]:
     routing, experts = model.routing, model.experts
-    # a router that nothing taught to decide is measured, too, and says nothing
+    # a router without an auxiliary loss is measured too, but was not trained to decide
     trained = {
         "predictor": True,
         "router": routing.aux_loss_weight > 0,
@@ -395,7 +395,7 @@ def _read_heads(
     }
     sources = [val]
     if len(val) < MIN_VALIDATIONS:
-        # validated seldom: some of its batches are enough
+        # with few validations, use some of the training batches
         sources.append(train[:: max(1, len(train) // NUM_POINTS)])
     for name in (name for name, used in trained.items() if used):
         curves = [

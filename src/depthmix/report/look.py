@@ -1,8 +1,8 @@
-"""What pages that show depth have in common: colours, a token's card, and a policy.
+"""What pages that show depth share: colours, a token's card, and a content security policy.
 
-Owns how a template of such a page becomes the page: `depth.css` and `depth.js` go into it, and the
-policy names by their hashes the one style and the one script that there are, so that a browser runs
-nothing else, whatever a text holds. Does not know what pages show.
+Fills a template with `depth.css` and `depth.js`. The policy allows the one style and the one script
+by their hashes, so that a browser runs nothing else, whatever a text contains. Independent of what
+the pages show.
 """
 
 import hashlib
@@ -15,14 +15,14 @@ LOOK, CODE = "depth.css", "depth.js"
 
 
 class Look(NamedTuple):
-    """A template with its look and code, and what a browser may do with it."""
+    """A template with its style and code, and the page's policy."""
 
     html: str
     policy: str
 
 
 def dress(template: str) -> Look:
-    """Put the shared look and code where a template has `{{look}}` and `{{code}}`."""
+    """Fill `{{look}}` and `{{code}}` of a template with the shared style and code."""
     html = template.replace("{{look}}", read_part(LOOK)).replace("{{code}}", read_part(CODE))
     (style,) = re.findall(r"<style>(.*?)</style>", html, re.DOTALL)
     (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)

@@ -1,7 +1,7 @@
-"""The page: figures, tables, and where all of it comes from, in one file that needs no other.
+"""The report's page: figures, tables and provenance, in one self-contained file.
 
-Owns the tables and the words. Every text that comes from a run is escaped, and the page
-loads nothing from anywhere.
+Writes the tables and the sentences. Every text that comes from a run is escaped, and the page loads
+nothing.
 """
 
 import platform
@@ -43,19 +43,19 @@ from depthmix.units import (
 
 PAGE = "report.html"
 TRACE = "trace.json"
-"""What `depthmix trace RUN --out RUN/trace.json` writes."""
+"""Written by `depthmix trace RUN --out RUN/trace.json`."""
 NAMES = {"full": "full FLOPs", "executed": "executed FLOPs", "wall clock": "wall clock"}
-"""Of the costs of `frontier`, in a sentence."""
+"""The costs of `frontier`, as written in a sentence."""
 TEMPLATE = Path(__file__).with_name("template.html")
 
 
 class WrittenReport(NamedTuple):
-    """What was written, and what is in it."""
+    """The files of a report, and their content."""
 
     page: Path
     images: list[Path]
     problem: str
-    """Why there are no pictures; empty where there are."""
+    """Why there are no pictures; empty if there are."""
     runs: Runs
     fits: list[Fit]
     comparisons: list[Comparison]
@@ -66,9 +66,9 @@ class WrittenReport(NamedTuple):
 def write_report(
     folder: str | Path, out: str | Path | None = None, command: str = ""
 ) -> WrittenReport:
-    """Read the runs in a folder, write the page and its images, by default into FOLDER/report.
+    """Read the runs in a folder, and write the page and its images, by default to FOLDER/report.
 
-    A file of records may stand for a folder: then they are written beside it.
+    `folder` may also be a file of records; the default is then beside it.
     """
     runs = read_report_runs(folder)
     beside = Path(folder).parent if Path(folder).is_file() else Path(folder)
@@ -92,7 +92,7 @@ def write_report(
 
 
 def read_traces(folder: str | Path, rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Run → the trace in its folder, where there is one."""
+    """Run → the trace in its folder, if there is one."""
     places = {row.name: Path(folder, row.name) for row in rows}
     if (Path(folder) / "config.toml").exists():
         places = {row.name: Path(folder) for row in rows}
@@ -102,12 +102,12 @@ def read_traces(folder: str | Path, rows: Sequence[Row]) -> dict[str, dict[str, 
 def make_page(
     runs: Runs, fits: Sequence[Fit], figures: Sequence[str], command: str, *, problem: str = ""
 ) -> str:
-    """The page's HTML; `figures` are HTML, too, and `problem` says why there are none."""
+    """The page's HTML; `figures` are HTML too, and `problem` says why there are none."""
     comparisons = compare_minima(fits)
     parts = {
         "title": escape(f"Report on {runs.folder}"),
         "summary": "".join(
-            # a number keeps its sign
+            # a number and its per cent sign stay on one line
             f"<p>{escape(line).replace(' %', '&nbsp;%')}</p>"
             for line in summarize(runs, comparisons, fits)
         ),
@@ -125,7 +125,7 @@ def make_page(
         "origin": _table(_list_origin(runs, command)),
     }
     text = TEMPLATE.read_text(encoding="utf-8")
-    # in one pass: what a run is called must not be taken for a place
+    # in one pass: the name of a run may look like a placeholder
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], text)
 
 
@@ -159,7 +159,7 @@ SIZES_NOTE = (
 def summarize(runs: Runs, comparisons: Sequence[Comparison], fits: Sequence[Fit] = ()) -> list[str]:
     """The page's first sentences: how many runs there are, how the minima and the leads compare.
 
-    Two runs, of which one has the other to be compared with, are worth a plain sentence instead.
+    For two runs that can be compared, one plain sentence.
     """
     if len(runs.rows) == 2 and len(comparisons) == 1 and not runs.left_out:
         return [describe_pair(comparisons[0])]
@@ -173,8 +173,8 @@ def summarize(runs: Runs, comparisons: Sequence[Comparison], fits: Sequence[Fit]
     leads = find_leads(fits)
     for found in comparisons:
         lines.append(describe_comparison(found))
-        told = describe_leads(leads.get((found.fit.budget, found.fit.variant), {}))
-        lines[-1] += f" {told}" if told else ""
+        described = describe_leads(leads.get((found.fit.budget, found.fit.variant), {}))
+        lines[-1] += f" {described}" if described else ""
     lines += [describe_trend(*each) for each in fit_trends(leads).items()]
     return lines
 
@@ -192,7 +192,7 @@ def describe_pair(found: Comparison) -> str:
 
 
 def describe_comparison(found: Comparison) -> str:
-    """One sentence, with its reservation where a minimum is not bracketed."""
+    """One sentence, with a reservation if a minimum is not bracketed."""
     fit, side = found.fit, "below" if found.percent < 0 else "above"
     percent = format_error(abs(found.percent), found.error)
     sentence = (
@@ -211,7 +211,7 @@ def describe_comparison(found: Comparison) -> str:
 
 
 def describe_leads(leads: Mapping[str, Lead]) -> str:
-    """What a variant's best size is worth at equal cost, in a sentence; empty where unknown."""
+    """A sentence about the lead of a variant's best size at equal cost; empty if unknown."""
     parts = []
     for cost, lead in leads.items():
         side = "below" if lead.percent < 0 else "above"
@@ -224,7 +224,7 @@ def describe_leads(leads: Mapping[str, Lead]) -> str:
 
 
 def describe_trend(key: tuple[str, str], trend: Trend) -> str:
-    """How a variant's lead changes with the budget, and whether that is more than noise."""
+    """A sentence about how a variant's lead changes with the budget, and whether it is noise."""
     variant, cost = key
     sure = abs(trend.slope) > NOISE * trend.error
     return (
@@ -235,7 +235,7 @@ def describe_trend(key: tuple[str, str], trend: Trend) -> str:
 
 
 def format_error(value: float, error: float | None, *, sign: bool = False) -> str:
-    """A number and its standard error, where that is known."""
+    """A number, with its standard error if known."""
     text = f"{value:+.2f}" if sign else f"{value:.2f}"
     return text if error is None else f"{text} ± {error:.2f}"
 
@@ -397,7 +397,7 @@ def _list_left_out(runs: Runs) -> list[list[str]]:
 
 
 def _list_origin(runs: Runs, command: str) -> list[list[str]]:
-    """Where the page and its runs come from."""
+    """The provenance of the page and its runs."""
     rows = runs.rows
     versions = {f"python {platform.python_version()}"}
     for name in ("depthmix", "numpy", "matplotlib"):
@@ -430,7 +430,7 @@ def _section(title: str, table: list[list[str]], note: str) -> str:
 
 
 def _table(table: list[list[str]]) -> str:
-    """The first line is the head; columns of numbers stand to the right."""
+    """HTML of a table whose first line is the head; columns of numbers are right-aligned."""
     columns = list(zip(*table[1:], strict=True))
     marks = [' class="number"' if all(map(_is_number, column)) else "" for column in columns]
     lines = []

@@ -1,6 +1,6 @@
-"""Records of finished runs: a line of JSON for each, kept where run folders are too large to keep.
+"""Records of finished runs: a line of JSON per run, for when run folders are too large to keep.
 
-Owns the format (docs/report.md). What is not known is null: nothing is made up for it.
+Defines the format (docs/report.md). Unknown values are null.
 """
 
 import json
@@ -18,22 +18,22 @@ MILLI = 1e-3
 
 
 def read_report_runs(source: str | Path) -> Runs:
-    """Run folders in a folder and below, or records: of a .jsonl file, or a folder without runs."""
+    """The runs in a folder and below; or records in a .jsonl file or a folder without runs."""
     path = Path(source)
     files = [path] if path.suffix == ".jsonl" and path.is_file() else sorted(path.glob(RECORDS))
-    # runs count for themselves: they may be newer than records, and have metrics of this suffix
+    # runs come before records: they may be newer, and their metrics have this suffix too
     if not files or next(find_runs(path), None) is not None:
         return load_runs(source)
     return load_records(files, str(source))
 
 
 def load_records(paths: Iterable[str | Path], source: str = "records") -> Runs:
-    """The runs that these files hold, as `load_runs` gives those of folders."""
+    """The runs in these files, like `load_runs` for folders."""
     return collect_runs(source, (_read_record(each) for path in paths for each in read_lines(path)))
 
 
 def append_records(rows: Iterable[Row], path: str | Path) -> int:
-    """Add runs to a file, and give how many were new; refuses another run of a name it holds."""
+    """Add runs to a file, and return how many are new; refuses another run of the same name."""
     path = Path(path)
     records = list(read_lines(path)) if path.exists() else []
     present = {record["run"]: record for record in records}
@@ -41,8 +41,8 @@ def append_records(rows: Iterable[Row], path: str | Path) -> int:
     for record in map(make_record, rows):
         if present.get(record["run"], record) != record:
             raise ValueError(
-                f"'{path}' holds another run by the name '{record['run']}': choose another file, "
-                f"or take that line away"
+                f"'{path}' has another run with the name '{record['run']}': choose another file, "
+                f"or remove that line"
             )
     if added:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def append_records(rows: Iterable[Row], path: str | Path) -> int:
 
 
 def make_record(row: Row) -> dict[str, Any]:
-    """A run as its line says it."""
+    """A run as the data of its line."""
     origin = row.provenance
     data, device, git = (origin.get(name) or {} for name in ("data", "device", "git"))
     record = {
@@ -83,14 +83,14 @@ def make_record(row: Row) -> dict[str, Any]:
         "config": row.config.to_dict(),
     }
     if row.joules is not None:
-        # only then, so that older files hold the same lines for runs without it
+        # left out if unknown, so that older files have the same lines
         record["joules"] = row.joules
-    # as it comes back from the file
+    # as read back from a file
     return json.loads(json.dumps(record, default=str))
 
 
 def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Every record of a file, unread; refuses a line that is none."""
+    """Every record of a file, as plain data; refuses a line that is not one."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
@@ -101,8 +101,8 @@ def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
             record["run"], record["config"]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
-                f"'{path}' is no file of records: line {number} is not a run; remove that line, or "
-                f"name another file"
+                f"'{path}' is not a file of records: line {number} is not a run; remove that line, "
+                f"or choose another file"
             ) from error
         yield record
 
@@ -114,12 +114,12 @@ def _read_record(record: Mapping[str, Any]) -> Row | SkippedRun:
     try:
         return _make_row(name, record)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        return SkippedRun(name, "broken", f"its record is not as it should be: {error}")
+        return SkippedRun(name, "broken", f"its record is damaged: {error}")
 
 
 def _make_row(name: str, record: Mapping[str, Any]) -> Row:
     seed, tree = record["seed"], record["config"]
-    # a configuration has a seed, also where it was not kept which
+    # a configuration needs a seed, even if the record lacks it
     config = RunConfig.from_dict({**tree, "train": {**tree["train"], "seed": seed or 0}})
     seconds, step_ms = record["seconds"], record["step_ms"]
     if seconds is None and step_ms is not None:

@@ -1,9 +1,8 @@
-"""A trace of one text: its file, what is wrong with one that is not a trace, and what it says.
+"""A trace of one text: its file, checks of what was read, and numbers about the router.
 
-A trace is plain JSON (docs/seeing.md): tokens and their texts, and for each rule, `topk` and where
-the model has a causal head `causal`, lists with a value for each token. Owns the format and the
-numbers about a router: shares, histograms, dead tokens, the link with entropy. Knows no model;
-drawing is `view`'s.
+A trace is plain JSON (docs/seeing.md): tokens and their texts, and for each rule (`topk`, and
+`causal` if the model has a causal head) lists with a value for each token. The numbers are shares,
+histograms, dead tokens and the correlation with entropy. Independent of models; `view` draws.
 """
 
 import json
@@ -31,13 +30,13 @@ NUM_DEAD_SHOWN = 16
 
 
 def write_trace(trace: Mapping[str, Any], path: Path) -> None:
-    """Write a trace, a line for each list so that it can be looked through."""
+    """Write a trace with one line per list, so that people can read it."""
     check_trace(trace, str(path))
     replace_file(path, _to_lines(trace) + "\n")
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """A trace from its file, or a sentence that says why it is not one."""
+    """Read a trace; the error says why a file is not one."""
     try:
         trace = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -94,7 +93,7 @@ def _list_columns(trace: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _to_lines(value: Any, indent: str = "") -> str:
-    """JSON with objects opened and lists of plain values on one line each."""
+    """Indented JSON, but with each list of plain values on one line."""
     inner = indent + " "
     if isinstance(value, Mapping) and value:
         parts = [f"{inner}{json.dumps(k)}: {_to_lines(v, inner)}" for k, v in value.items()]
@@ -106,7 +105,7 @@ def _to_lines(value: Any, indent: str = "") -> str:
 
 
 def measure_rule(trace: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """All numbers of one rule, plain."""
+    """All numbers of one rule, as plain data."""
     rule = trace["rules"][name]
     routed = np.array([block["routed"] for block in rule["blocks"]], dtype=np.int64)
     depth = routed.sum(axis=0)
@@ -128,15 +127,15 @@ def tell_trace(trace: Mapping[str, Any]) -> str:
     tokens, rules = format_count(len(trace["tokens"]), "token"), trace["rules"]
     parts = [f"{tokens} in {format_count(len(trace['window_starts']), 'window')}"]
     for name, rule in rules.items():
-        told = measure_rule(trace, name)
-        share = sum(told["share_routed"]) / len(told["share_routed"])
-        loss = "" if told["mean_loss"] is None else f", loss {told['mean_loss']:.3f}"
+        found = measure_rule(trace, name)
+        share = sum(found["share_routed"]) / len(found["share_routed"])
+        loss = "" if found["mean_loss"] is None else f", loss {found['mean_loss']:.3f}"
         parts.append(f"{rule['label']} routes {share:.1%}{loss}")
     return "; ".join(parts)
 
 
 def compare_rules(trace: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """How causal decisions meet those of top-k, for each block; None without a causal head."""
+    """How causal decisions agree with those of top-k, per block; None without a causal head."""
     if "causal" not in trace["rules"]:
         return None
     found = []
@@ -169,7 +168,7 @@ def count_scores(block: Mapping[str, Any]) -> dict[str, Any]:
         "high": high,
         "all": counts.tolist(),
         "routed": inside.tolist(),
-        # sigmoid(score) > 0.5, the line that an auxiliary loss draws
+        # sigmoid(score) > 0.5, the threshold that an auxiliary loss trains
         "share_positive": float((scores > 0).mean()),
     }
 
@@ -177,7 +176,7 @@ def count_scores(block: Mapping[str, Any]) -> dict[str, Any]:
 def share_by_position(
     trace: Mapping[str, Any], routed: Int[np.ndarray, "blocks tokens"]
 ) -> list[dict[str, Any]]:
-    """Share of visits that happened, by place in the window."""
+    """Share of blocks that a token visited, by its place in the window."""
     place = np.arange(routed.shape[1])
     starts = np.array(trace["window_starts"])
     place = place - starts[np.searchsorted(starts, place, side="right") - 1]
@@ -200,7 +199,7 @@ def share_by_position(
 
 
 def classify_tokens(trace: Mapping[str, Any]) -> list[str]:
-    """The class of each token by its text and by what stands before it."""
+    """The class of each token by its text and by the text before it."""
     found, before = [], ""
     for token, text in zip(trace["tokens"], trace["texts"], strict=True):
         special = token == trace.get("end_token")
@@ -230,7 +229,7 @@ def classify_text(text: str, before: str) -> str:
 def share_by_class(
     classes: Sequence[str], routed: Int[np.ndarray, "blocks tokens"]
 ) -> list[dict[str, Any]]:
-    """Share of visits that happened, and the number of tokens, for each class that occurs."""
+    """Share of blocks visited, and the number of tokens, for each class that occurs."""
     of = np.array(classes)
     return [
         {"name": name, "count": int(here.sum()), "share": float(routed[:, here].mean())}
@@ -240,7 +239,7 @@ def share_by_class(
 
 
 def find_dead(texts: Sequence[str], depth: Int[np.ndarray, " tokens"]) -> dict[str, Any]:
-    """Tokens that no routed block kept: how many, and which texts most often."""
+    """Tokens that no routed block kept: how many, and their most frequent texts."""
     total = Counter(texts)
     dead = Counter(text for text, used in zip(texts, depth, strict=True) if used == 0)
     return {

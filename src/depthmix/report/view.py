@@ -1,6 +1,6 @@
-"""A trace → one page that needs nothing else: text coloured by depth, and the router in numbers.
+"""A self-contained page of a trace: text coloured by depth, and the router in numbers.
 
-Owns what goes into the template `view.html`, which draws. Knows no torch.
+Prepares the data; the template `view.html` draws. Does not load torch.
 """
 
 import html
@@ -26,14 +26,14 @@ def write_page(trace: Mapping[str, Any]) -> str:
     }
     look = dress(read_part(TEMPLATE))
     title = f"Depth of {trace['origin'].get('run', 'a model')}"
-    # cut first: what a text or a name holds must not be taken for a place to fill
+    # split first: a text or a name may contain what looks like a placeholder
     head, _, tail = look.html.partition("{{data}}")
     head = head.replace("{{policy}}", html.escape(look.policy, quote=False))
     return head.replace("{{title}}", html.escape(title)) + embed_json(data) + tail
 
 
 def _lighten(rule: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What a page shows of a rule: two digits, and a predictor only where it decides."""
+    """The part of a rule that a page shows: two digits, and a predictor only if it decides."""
     blocks = [
         {
             **block,
@@ -53,6 +53,6 @@ def _shorten(values: Sequence[float | None]) -> list[float | None]:
 
 
 def embed_json(value: Any) -> str:
-    """JSON that can stand inside a script element: nothing in it can close or open one."""
+    """JSON that is safe inside a script element, which it can neither close nor open."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
