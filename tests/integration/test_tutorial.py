@@ -103,7 +103,7 @@ def test_the_tutorial_is_committed_with_its_outputs(
     capsys.readouterr()
     assert main(["describe", "small.toml"]) == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert "\n".join(lines).strip() in text
+    assert "\n".join(lines).strip() in text, "it has changed: python docs/run_tutorial.py"
 
 
 def join_code(notebook: dict) -> str:
