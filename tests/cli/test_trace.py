@@ -103,6 +103,19 @@ def test_a_long_text_shows_progress_and_is_cut(
     assert '"tokens":[0,' in (tmp_path / "page.html").read_text()
 
 
+def test_a_long_trace_is_cut_too(tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, page = tmp_path / "long.json", tmp_path / "long.html"
+    path.write_text(json.dumps(make_trace()))
+    monkeypatch.setattr(view, "MAX_SHOWN", 5)
+    assert ask("view", path).out.endswith(
+        "; only the first 5 tokens are shown, --max-tokens shows more\n"
+    )
+    # the one that was added does not count
+    assert '"tokens":[0,1,2,3,4,5],' in page.read_text()
+    assert "only the first" not in ask("view", path, "--max-tokens", 10).out
+    assert '"tokens":[0,1,2,3,4,5,6,7,8,9,10],' in page.read_text()
+
+
 def test_mistakes_are_reported(run: Path, words: Path, tmp_path: Path, ask: Ask) -> None:
     trace, empty, binary = (tmp_path / name for name in ("t.json", "empty.txt", "binary"))
     trace.write_text(json.dumps(make_trace()))
@@ -131,7 +144,8 @@ def test_mistakes_are_reported(run: Path, words: Path, tmp_path: Path, ask: Ask)
         (("view", tmp_path / "none", "--text", words), "there is no run"),
         (("view", words), "words.txt is not a trace"),
         (("view", trace, "--text", words), "is already a trace: leave out --text"),
-        (("view", trace, "--device", "cpu", "--max-tokens", 2), "out --max-tokens, --device"),
+        (("view", trace, "--text", words, "--device", "cpu"), "leave out --text, --device"),
+        (("view", trace, "--max-tokens", 0), "--max-tokens 0 must be"),
     ]
     for args, sentence in cases:
         place = () if "--out" in args else ("--out", tmp_path / "out")

@@ -15,6 +15,7 @@ from depthmix.report.traces import (
     classify_tokens,
     compare_rules,
     count_scores,
+    cut_trace,
     find_dead,
     measure_rule,
     read_trace,
@@ -36,6 +37,22 @@ def test_round_trip(tmp_path: Path, causal: bool) -> None:
     assert f' "tokens": {json.dumps(trace["tokens"], separators=(",", ":"))},' in (
         path.read_text().splitlines()
     )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_first_tokens_of_a_trace_are_a_trace(tmp_path: Path, causal: bool) -> None:
+    trace = make_trace(causal=causal)
+    assert cut_trace(trace, 10) == trace
+    short = cut_trace(trace, 4)
+    write_trace(short, tmp_path / "trace.json")
+    assert short["tokens"] == [0, 1, 2, 3, 4]
+    assert short["window_starts"] == [0, 4]
+    for name, rule in trace["rules"].items():
+        assert short["rules"][name]["entropy"] == rule["entropy"][:5]
+        for block, whole in zip(short["rules"][name]["blocks"], rule["blocks"], strict=True):
+            assert block["routed"] == whole["routed"][:5]
+            assert block["score"] == whole["score"][:5]
+    assert make_trace(causal=causal) == trace, "it is not changed"
 
 
 def break_trace(*keys: Any, value: Any) -> dict[str, Any]:

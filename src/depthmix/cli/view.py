@@ -13,8 +13,10 @@ from depthmix.cli.arguments import (
     app,
     check_device,
     check_out,
+    name_flags,
     trace_text,
 )
+from depthmix.config.fields import Count, check_value
 
 # tokens on a page by default, which make a few megabytes
 MAX_SHOWN = 16_384
@@ -59,8 +61,10 @@ def view(
       depthmix view runs/demo-20261115-142233 --text README.md --out readme.html
     """
     check_device(device)
+    with name_flags("max_tokens"):
+        check_value("max_tokens", max_tokens, Count)
     from depthmix.files import replace_file
-    from depthmix.report.traces import explain_damage, read_trace, tell_trace
+    from depthmix.report.traces import cut_trace, explain_damage, read_trace, tell_trace
     from depthmix.report.view import write_page
 
     if out is None:
@@ -68,12 +72,12 @@ def view(
     check_out(out)
     if source.is_file():
         options = {"--text": text, "--checkpoint": checkpoint, "--tokenizer": tokenizer}
-        options |= {"--max-tokens": max_tokens, "--device": device}
+        options |= {"--device": device}
         given = [name for name, value in options.items() if value is not None]
         if given:
             raise ValueError(f"{source} is already a trace: leave out {', '.join(given)}")
         with explain_damage(source):
-            found = read_trace(source)
+            found = cut_trace(read_trace(source), max_tokens or MAX_SHOWN)
             page, summary = write_page(found), tell_trace(found)
     elif text is None and source.is_dir():
         raise ValueError(f"{source} is a folder: give its model a text with --text FILE")
@@ -82,8 +86,8 @@ def view(
     else:
         found = trace_text(source, text, checkpoint, tokenizer, max_tokens or MAX_SHOWN, device)
         page, summary = write_page(found), tell_trace(found)
-        num_shown = len(found["tokens"]) - found["num_added"]
-        if max_tokens is None and num_shown == MAX_SHOWN:
-            summary += f"; only the first {MAX_SHOWN:,} tokens are shown, --max-tokens shows more"
+    num_shown = len(found["tokens"]) - found["num_added"]
+    if max_tokens is None and num_shown == MAX_SHOWN:
+        summary += f"; only the first {MAX_SHOWN:,} tokens are shown, --max-tokens shows more"
     replace_file(out, page)
     print(f"{out}: {summary}")

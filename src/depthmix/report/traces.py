@@ -45,6 +45,24 @@ def read_trace(path: Path) -> dict[str, Any]:
     return trace
 
 
+def cut_trace(trace: Mapping[str, Any], max_tokens: int) -> Mapping[str, Any]:
+    """The same of a text's first tokens only."""
+    end = trace["num_added"] + max_tokens
+    if end >= len(trace["tokens"]):
+        return trace
+
+    def cut(tree: Mapping[str, Any], *names: str) -> dict[str, Any]:
+        return {**tree, **{name: tree[name][:end] for name in names if tree.get(name) is not None}}
+
+    rules = {
+        name: cut(rule, "entropy", "loss")
+        | {"blocks": [cut(block, "routed", "score", "predictor") for block in rule["blocks"]]}
+        for name, rule in trace["rules"].items()
+    }
+    starts = [start for start in trace["window_starts"] if start < end]
+    return cut(trace, "tokens", "texts") | {"window_starts": starts, "rules": rules}
+
+
 @contextmanager
 def explain_damage(trace: Path) -> Iterator[None]:
     """Turn errors from a damaged trace, whose values are not all checked, into one sentence."""
