@@ -122,7 +122,7 @@ def run_demo(
     shown = "in tables" if report.problem else "with their curves"
     say(console, f"\nThe report compares the two runs, {shown}: {report.page}")
     say(console, routing)
-    console.print(f"\n{tell_outcome(config, dense, routed)}", highlight=False, markup=False)
+    console.print(f"\n{describe_outcome(config, dense, routed)}", highlight=False, markup=False)
     return dense, routed
 
 
@@ -134,11 +134,11 @@ def plan_twins(config: ModelConfig, preset: str, flops: float) -> dict[str, RunC
     return {name: RunConfig.from_overrides(model, fields) for name, model in twins.items()}
 
 
-def tell_outcome(config: ModelConfig, dense: Trained, routed: Trained) -> str:
+def describe_outcome(config: ModelConfig, dense: Trained, routed: Trained) -> str:
     """The demo's outcome in plain words."""
     more = routed.last["tokens"] / dense.last["tokens"]
     layers = len(config.routed_layers)
-    said = (
+    text = (
         f"What this shows: both models had the same training compute, data and recipe. In {layers} "
         f"of the routed model's {config.num_layers} blocks, a router picks the tokens that the "
         f"block processes, and the others skip it. So each token costs less, and the model read "
@@ -146,10 +146,10 @@ def tell_outcome(config: ModelConfig, dense: Trained, routed: Trained) -> str:
     )
     ours, theirs = (read_metric(run.val, JUDGED) for run in (routed, dense))
     if ours is None or theirs is None:
-        return said
+        return text
     outcome = format_difference(100 * (ours - theirs) / theirs)
     return (
-        f"{said} Its validation loss, routing token by token as in sampling, is {outcome} that of "
+        f"{text} Its validation loss, routing token by token as in sampling, is {outcome} that of "
         f"its dense twin ({ours:.3f} against {theirs:.3f}). One short run of each small model "
         f"shows that routing works, not how much it gains: for comparisons at larger budgets, see "
         f"the project's results."

@@ -117,7 +117,7 @@ def test_upcycle_then_heal(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["upcycle", str(dense), *out, *SMALL]) == 0
     write_chat(run, Chat("{{ messages }}", (7,)))
     assert main(["train", "--resume", str(run)]) == 2
-    assert "was upcycled and not trained yet: start with --from" in capsys.readouterr().err
+    assert "has not been trained yet: start with --from" in capsys.readouterr().err
     text = tmp_path / "text.txt"
     text.write_text("<|endoftext|>".join(f"line {i} says {i * i}\n" for i in range(400)))
     command = ["prepare", str(text), "--out", str(data), "--workers", "1"]

@@ -523,7 +523,7 @@ def test_ids_alone_need_no_tokenizer(ids: Unit) -> None:
         (False, True, True, 257, None, "has 258 ids, more than --vocab-size 257"),
         (False, True, True, None, 258, "--end-token 258 is not one of the 258 ids"),
         (True, True, False, None, 0, "a.u16 contains ids and other sources contain text"),
-        (True, False, False, None, None, "a.u16 does not tell which id ends a document"),
+        (True, False, False, None, None, "a.u16 does not record which id ends a document"),
         (True, False, False, 257, 0, "a.u16 contains the id 257, but the vocabulary has 257 ids"),
     ],
 )

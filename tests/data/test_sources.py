@@ -123,7 +123,7 @@ def test_stdlib_and_the_hub_are_no_paths(folder: Path, monkeypatch: pytest.Monke
         ("a.json", b'{\n"a": 1}', "a.json, line 1 is not JSON"),
         ("a.u16", b"abc", "a.u16 does not contain a whole number of 2-byte ids"),
         ("a.u32", b"abcdef", "a.u32 does not contain a whole number of 4-byte ids"),
-        ("a.bin", b"ab", "a.bin does not tell the size of its ids: add --token-dtype"),
+        ("a.bin", b"ab", "a.bin does not record the size of its ids: add --token-dtype"),
         ("a.parquet.gz", b"ab", "a.parquet.gz is a compressed Parquet file"),
     ],
 )

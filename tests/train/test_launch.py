@@ -350,6 +350,16 @@ def test_data_must_be_what_it_was(data: Path, stopped: Path, tmp_path: Path) -> 
     assert [start["data"]["folder"] for start in starts] == [str(data), str(moved)]
 
 
+def test_an_imported_run_is_started_from_and_not_resumed(data: Path, tmp_path: Path) -> None:
+    # as `depthmix import` writes it: the folder is that of the model
+    start = {"time": "", "data": {"folder": str(tmp_path), "hash": None}}
+    folder = RunDir.create(tmp_path / "run", make_run().to_toml(), start)
+    folder.write_status("finished", step=0, num_steps=0, loss=None, reason="imported")
+    message = r"run' has not been trained yet: start with --from .*run"
+    refuse(Launch(resume=folder.path), message)
+    refuse(Launch(resume=folder.path, data=data), message)
+
+
 def test_data_that_is_gone(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = shutil.copytree(data, tmp_path / "cache" / "data")
     run = tmp_path / "run"

@@ -25,7 +25,7 @@ UNFINISHED_FILE = "unfinished.json"
 SPLITS = ("train", "val")
 """What every folder has."""
 TEST_SPLIT = "test"
-"""What a folder has if it was asked for: documents that nothing is tuned on."""
+"""An optional split: documents that nothing is tuned on."""
 
 
 @dataclass(frozen=True, kw_only=True)

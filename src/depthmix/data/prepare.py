@@ -179,7 +179,7 @@ def prepare(
         "seed": seed,
     }
     if test_fraction or test_sources:
-        # a request of before, without one, stays the same
+        # left out if there is none, so that earlier requests stay the same
         request |= {"test_sources": hash_units(test_units), "test_fraction": test_fraction}
     groups = ((sources, units), (val_sources, val_units), (test_sources, test_units))
     for group, found in ((group, replace(reading, units=each)) for group, each in groups):
@@ -379,7 +379,7 @@ def load_vocabulary(
             )
         if end_token is None:
             raise ValueError(
-                f"{largest.name} does not tell which id ends a document: add --end-token, or "
+                f"{largest.name} does not record which id ends a document: add --end-token, or "
                 f"--tokenizer with the tokenizer that made it"
             )
         size = vocab_size or max(largest.largest_id, end_token) + 1

@@ -371,7 +371,7 @@ class Corpus:
                 yield self.folder / shard.file, shard.num_tokens * itemsize, shard.sha256
 
     def split(self, name: str) -> Split:
-        """The split `train` or `val`, or `test` where there is one."""
+        """The split `train` or `val`, or `test` if there is one."""
         if name == TEST_SPLIT and name not in self.manifest.splits:
             raise ValueError(
                 f"{self.folder} has no test split: prepare the text again, in another folder, with "
@@ -408,7 +408,7 @@ class Corpus:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Tokens of the training split."""
+        """UTF-8 bytes of text per token of the training split; None if unknown."""
         train = self.manifest.splits["train"]
         return train.num_bytes / train.num_tokens if train.num_bytes and train.num_tokens else None
 

@@ -144,7 +144,7 @@ def _describe_file(path: Path, key: str, token_dtype: str | None) -> Unit:
         known = TOKEN_SUFFIXES[suffix] or token_dtype
         if known is None:
             raise ValueError(
-                f"{path} does not tell the size of its ids: add --token-dtype uint16 or uint32"
+                f"{path} does not record the size of its ids: add --token-dtype uint16 or uint32"
             )
         if known not in TOKEN_DTYPES:
             raise ValueError(f"unknown token dtype '{known}': use uint16 or uint32")

@@ -1,11 +1,11 @@
-"""Losses in metrics: their names by the rule that routes, and the same in other measures."""
+"""Losses in metrics: their names for each routing rule, and their other units."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# the rules under which a run may be measured (`ModelConfig.list_rules`), the first that it has
-# counts: the training's own rule, and the one to compare runs by
+# rules under which a run is measured (`ModelConfig.list_rules`); of each list, the first that a
+# run has: the rule of its training, and the rule to compare runs by
 TRAINED = ("topk", "dense")
 JUDGED = ("causal", *TRAINED)
 

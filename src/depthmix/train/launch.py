@@ -83,8 +83,9 @@ def _resume(plan: Launch, path: Path, world: World, console: Console) -> tuple[E
     starts = folder.read_starts()
     if not starts:
         raise ValueError(f"'{path}' was stopped before it began: remove it, and start it again")
-    if starts[-1]["data"].get("upcycled"):
-        raise ValueError(f"'{path}' was upcycled and not trained yet: start with --from {path}")
+    if starts[-1]["data"].get("hash") is None:
+        # upcycled or imported
+        raise ValueError(f"'{path}' has not been trained yet: start with --from {path}")
     config = folder.read_config()
     if not config.keys() >= {"model", "train"}:
         raise ValueError(f"'{path / 'config.toml'}' is damaged: restore a copy of it")
