@@ -156,6 +156,7 @@ def test_mistakes_end_in_a_sentence(
         ((str(run), "--text", text, "--limit", "3"), "--limit is for --tasks: name some"),
         ((str(run), "--fewshot", "1", "--selector", "all"), "--fewshot, --selector is for"),
         ((str(run), "--chat"), "--chat is for --tasks"),
+        ((str(run), "--tasks", " , "), "--tasks ' , ' names no task"),
         ((str(run), "--tasks", "python_syntax", "--chat"), "has no chat template: leave out"),
         ((str(run), "--tasks", "x", "--seq-len", "8"), "--seq-len is for --text or --data"),
         ((str(run), "--text", text, "--max-tokens", "0"), "--max-tokens 0 must be"),

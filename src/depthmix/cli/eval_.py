@@ -88,6 +88,9 @@ def evaluate(
       depthmix eval runs/final --test --keep
     """
     check_device(device)
+    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    if tasks is not None and not names:
+        raise ValueError(f"--tasks '{tasks}' names no task: leave it out, or name one")
     from depthmix.eval.options import EvalOptions
 
     with name_flags("max_tokens", "seq_len", "limit", batch="batch_size", fewshot="num_fewshot"):
@@ -96,7 +99,7 @@ def evaluate(
             data=data,
             test=test,
             keep=keep,
-            tasks=[name.strip() for name in (tasks or "").split(",") if name.strip()],
+            tasks=names,
             include=include or (),
             num_fewshot=fewshot,
             limit=limit,

@@ -23,7 +23,7 @@ def evaluate_model(
             raise ValueError(
                 f"--keep is for a run, and {source.path} is not a run's folder: leave it out"
             )
-        # what is kept stands beside the last validation
+        # the last validation, which the test loss is compared with, was of the newest checkpoint
         source = open_model(source.path, checkpoint="newest", tokenizer=source.tokenizer)
     if options.chat and source.chat is None:
         raise ValueError(f"{source.path} has no chat template: leave out --chat")

@@ -101,7 +101,7 @@ def keep_test_loss(run: RunDir, found: Mapping[str, Any]) -> None:
 def score_rows(
     model: Transformer, batch: Padded, selector: str | None
 ) -> tuple[Float[Tensor, "B T"], Int[Tensor, "B T"], Hidden]:
-    """Loss of each target in nats, 0 where there is none; the most probable token there."""
+    """Loss of each target in nats, 0 without one; the most probable tokens; the hidden states."""
     found = compute_hidden(model, batch.tokens, selector, batch.documents)
     losses, best = [], []
     flat_targets = batch.targets.flatten()

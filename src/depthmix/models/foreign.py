@@ -23,7 +23,7 @@ from depthmix.units import format_bytes
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
-# stands beside the weights of an adapter, which are not a model's
+# marks a folder with the weights of an adapter instead of a model
 ADAPTER_FILE = "adapter_config.json"
 # bytes that a table of rotary phases, and the cache of one text, may take in any model
 MAX_TABLE_BYTES = 2**28

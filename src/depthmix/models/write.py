@@ -49,7 +49,7 @@ def fill_folder(out: Path, mark: str) -> Iterator[Path]:
     finally:
         shutil.rmtree(new, ignore_errors=True)
         if made:
-            # only where it is empty
+            # fails, and may, if it is not empty
             with suppress(OSError):
                 out.rmdir()
 

@@ -97,8 +97,8 @@ class Talk:
     def answer(self, text: str, stopped: Callable[[], object] = lambda: False) -> str:
         """Stream the model's answer to a text; returns a line of statistics.
 
-        `stopped` is checked between steps; what there is of a stopped answer stays in the
-        conversation.
+        `stopped` is checked between steps; the part of a stopped answer that was generated stays in
+        the conversation.
         """
         said, messages, notes = self.text + text, [*self.messages], []
         if self.chat is not None:
