@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import sys
+import tokenize
 import unicodedata
 from pathlib import Path
 
@@ -57,6 +58,30 @@ def test_lines_of_text_have_at_most_100_columns() -> None:
             if len(line) > 100 and not line.startswith(allowed):
                 long.append(f"{path.relative_to(ROOT)}:{number}")
     assert long == []
+
+
+def test_prose_has_no_odd_words() -> None:
+    """Words that are archaic, or that make a program a person; names in code may have them."""
+    odd = re.compile(r"\b(anew|dear|glad|nobody|tells|told)\b", re.IGNORECASE)
+    prose = {path: path.read_text(encoding="utf-8") for path in _list_pages()}
+    for folder in ("src", "docs", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            kinds = {tokenize.COMMENT, tokenize.STRING}
+            with path.open("rb") as file:
+                found = (t.string for t in tokenize.tokenize(file.readline) if t.type in kinds)
+                prose[path] = "\n".join(found)
+    assert len(prose) > 150
+    # code in backticks and in braces
+    plain = {
+        path: re.sub(r"```.*?```|`[^`]*`|\{[^}]*\}", "", text, flags=re.S)
+        for path, text in prose.items()
+    }
+    found = {
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path, text in plain.items()
+        for match in odd.finditer(text)
+    }
+    assert found == set()
 
 
 def test_links_and_anchors_exist() -> None:

@@ -23,10 +23,10 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def can_use_whole_norms() -> bool:
-    """Whether a norm had better be one operation than six.
+    """Whether a norm is faster as one operation than as six.
 
-    So it is where operations are started one by one. Inductor fuses the six with what stands around
-    them, and for a backward pass they keep less than the one does in bf16.
+    It is where operations are launched one by one. Inductor fuses the six with their neighbours,
+    and in bf16 they keep less for the backward pass than the one does.
     """
     return not torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
@@ -63,9 +63,9 @@ def make_phase_table(
     """Cosines and sines of every position's angles: (num_positions, 2, H/2), float32.
 
     `factors` as in `ModelConfig.rope_factors`: a model that was trained for `length` positions is
-    stretched to `factor` times as many. By Llama 3's rule only slow frequencies are: those that
-    turn less than `low` times in that length by all of it, those that turn more than `high` times
-    not at all, and between them some of both.
+    stretched to `factor` times as many. By Llama 3's rule, frequencies that turn less
+    than `low` times in that length are stretched in full, those that turn more than `high` times
+    not at all, and those in between in part.
     """
     # computed in float64: at position 100,000 a float32 angle is off by 0.004
     exponent_h = torch.arange(0, head_width, 2, dtype=torch.float64) / head_width

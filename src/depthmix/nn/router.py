@@ -61,5 +61,5 @@ class Predictor(nn.Module):
             # see Router.forward
             return (hidden * self.w_out.weight[0]).sum(dim=-1, keepdim=True) + self.w_out.bias
         scores = at_least_float32(self.w_out(hidden.to(x.dtype)))
-        # torch's product with a bias is a view, which sharding does not like; see Decider.forward
+        # torch's product with a bias is a view, which cannot be sharded safely; see Decider.forward
         return scores.clone() if torch.is_grad_enabled() else scores

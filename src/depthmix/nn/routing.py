@@ -135,7 +135,7 @@ def causal(scores: Float[Tensor, "B T"], candidates: Candidates, *, compact: boo
 
     There is a place for each token, because a limit that depends on the sequence's length would
     let the future decide. `compact` counts first, and makes as many places as the fullest row
-    fills: nothing is computed in vain, but the host waits for the count. With `most` places, the
+    fills: nothing is computed needlessly, but the host waits for the count. With `most` places, the
     caller checks afterwards whether they were enough.
     """
     kept_BT, num_places = _want(scores, candidates), scores.shape[1]

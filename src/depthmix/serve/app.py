@@ -50,7 +50,7 @@ from depthmix.serve.worker import Job
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
-# what any route may answer, as the schema tells it
+# what any route may answer, as the schema has it
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": ProblemAnswer} for status in ("4XX", "5XX")
 }
@@ -227,7 +227,7 @@ class Service:
         outcome = "cancelled"
         is_stream = False
         try:
-            # what the engine refuses is told before a stream begins
+            # what the engine refuses is reported before a stream begins
             is_here = await race(job.wait_begun(), request.receive)
             if is_here and wish.stream:
                 is_stream = True

@@ -85,7 +85,7 @@ class Lane:
         return max(1, min(config.max_seq_len, room) - num_prompt + 1)
 
     def make_card(self) -> ModelCard:
-        """What clients are told of the model."""
+        """What clients learn about the model."""
         model = self.model
         return ModelCard(
             id=model.name,

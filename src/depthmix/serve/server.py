@@ -232,7 +232,7 @@ def serve_models(
 ) -> None:
     """Serve models until a signal, the first as the default; raises what kept one from loading.
 
-    Listens first, so that clients are told to wait while models are loaded.
+    Listens first, so that clients are asked to wait while models are loaded.
     """
     names = [offer.model.name for offer in offers]
     twice = next((name for name in names if names.count(name) > 1), None)

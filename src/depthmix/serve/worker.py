@@ -250,7 +250,7 @@ class Worker:
         self.drain()
         self._orders.put(_Order("stop"))
         await asyncio.to_thread(self._thread.join, JOIN_SECONDS)
-        # what it told last
+        # what it reported last
         await asyncio.sleep(0)
 
     # below: the thread
@@ -355,7 +355,7 @@ class Worker:
             self._pass_on(events)
 
     def _note_failure(self, error: Exception) -> FailedError:
-        """Count a failure of the engine; returns what its requests are told."""
+        """Count a failure of the engine; returns the error for its requests."""
         self.metrics.failed_steps.inc()
         self.num_failures += 1
         self.last_failure = describe_failure(error)
