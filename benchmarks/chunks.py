@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from meters import time_steps
+from meters import require_gpu, time_steps
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a prompt's chunk")
     parser.add_argument("--past", type=int, nargs="+", default=[0, 2048, 6144])
     arguments = parser.parse_args()
+    require_gpu(parser)
     torch.manual_seed(0)
     width, size = arguments.width, arguments.chunk
     print("| case | tuning | µs | TFLOP/s |\n|---|---|---|---|")

@@ -48,6 +48,7 @@ from meters import (
     name_device,
     open_meter,
     profile_step,
+    require_gpu,
     time_call,
     time_steps,
 )
@@ -292,8 +293,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the measurements here")
     args = parser.parse_args()
-    if not args.cpu and not torch.cuda.is_available():
-        sys.exit("no CUDA device is visible to torch: run it on a GPU, or add --cpu")
+    require_gpu(parser, cpu=args.cpu)
     names = args.shape or (["cpu"] if args.cpu else ["large", "small"])
     bench = Bench(args)
     compiled = {name: bench.attempt("compile", bench.prepare_compiled, name) for name in names}

@@ -11,13 +11,13 @@ seconds per setting.
 
 import argparse
 import statistics
-import sys
 from itertools import pairwise, product
 
 import torch
 import triton
 import triton.language as tl
 from decode_models import ROUTING, SHAPES, make_config
+from meters import require_gpu
 
 from depthmix.infer.paths.layout import stack_weights
 from depthmix.kernels import paged_triton
@@ -141,8 +141,7 @@ def main() -> None:
     parser.add_argument("--barriers", action="store_true", help="time barriers and nothing else")
     parser.add_argument("--paged", action="store_true", help="time paged attention and no more")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("no CUDA device is visible to torch: run it on a GPU")
+    require_gpu(parser)
     num_processors = torch.cuda.get_device_properties(0).multi_processor_count
     if args.paged:
         time_paged(2176)

@@ -18,6 +18,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from meters import require_gpu
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -169,8 +170,7 @@ def main() -> None:
     parser.add_argument("--vocabularies", type=int, nargs="+", default=VOCABULARIES)
     parser.add_argument("--compile", action="store_true", help="only compile; used by itself")
     given = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("this needs a GPU")
+    require_gpu(parser)
     shapes = list(product(given.places, given.vocabularies))
     if given.compile:
         for shape in shapes:

@@ -51,7 +51,14 @@ import torch
 from baselines import make_llama
 from decode_models import ROUTING, SHAPES, make_config, make_model
 from decode_tables import find_row, print_line
-from meters import ENERGY_SECONDS, name_device, open_meter, synchronize, time_call
+from meters import (
+    ENERGY_SECONDS,
+    name_device,
+    open_meter,
+    require_gpu,
+    synchronize,
+    time_call,
+)
 
 from depthmix import ModelConfig, flops
 from depthmix.infer import Engine, Result, SamplingParams
@@ -861,8 +868,7 @@ def parse_arguments() -> argparse.Namespace:
     # for the part `first`, which runs this file again
     parser.add_argument("--fresh", choices=tuple(ROUTING), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not args.cpu and not torch.cuda.is_available():
-        sys.exit("no CUDA device is visible to torch: run it on a GPU, or add --cpu")
+    require_gpu(parser, cpu=args.cpu)
     args.shape = args.shape or ("smoke" if args.cpu else "large")
     return args
 

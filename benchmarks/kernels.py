@@ -6,11 +6,13 @@ The kernels in `depthmix.kernels.triton` are kept only if they win here. Each is
 is timed. Times are medians of CUDA-graph replays.
 """
 
+import argparse
 import platform
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from meters import require_gpu
 from torch import Tensor
 from triton.testing import do_bench
 
@@ -100,9 +102,16 @@ def compare_all(shape: str) -> None:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.parse_args()
+    require_gpu(parser)
     print("| kernel | shape | Triton, µs | torch.compile, µs | x |\n|---|---|---|---|---|")
     for name in SHAPES:
         compare_all(name)
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, Python {platform.python_version()}")
+
+
+if __name__ == "__main__":
+    main()

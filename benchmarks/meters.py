@@ -1,5 +1,6 @@
 """The cost of a repeated step: its time, its energy, its kernels."""
 
+import argparse
 import platform
 import time
 from collections.abc import Callable
@@ -11,6 +12,13 @@ from depthmix.train.energy import EnergyCounter
 
 WARM_STEPS = 20
 ENERGY_SECONDS = 2.0
+
+
+def require_gpu(parser: argparse.ArgumentParser, *, cpu: bool | None = None) -> None:
+    """Refuse to start where torch sees no GPU; `cpu` is --cpu, of scripts that have it."""
+    if not cpu and not torch.cuda.is_available():
+        hint = "" if cpu is None else ", or add --cpu"
+        parser.error(f"no CUDA device is visible to torch: run it on a GPU{hint}")
 
 
 def synchronize(device: str) -> None:

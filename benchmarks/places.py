@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from meters import require_gpu
 from torch import Tensor
 
 from depthmix.kernels.decode import places
@@ -265,6 +266,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only the tunings that are chosen")
     parser.add_argument("--save", type=Path, help="where to write every tuning's time")
     options = parser.parse_args()
+    require_gpu(parser)
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     print("| kernel | of | us |\n| --- | --- | --- |")

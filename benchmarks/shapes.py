@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import train_step
-from meters import name_device
+from meters import name_device, require_gpu
 from train_step import Remote
 
 MODELS = ("dense", "mod")
@@ -114,8 +114,7 @@ def main() -> None:
     parser.add_argument("--no-graph", action="store_true", help="launch kernels one by one")
     parser.add_argument("--json", type=Path, help="also write the measurements here")
     args = parser.parse_args()
-    if not args.cpu and not torch.cuda.is_available():
-        sys.exit("no CUDA device is visible to torch: run it on a GPU, or add --cpu")
+    require_gpu(parser, cpu=args.cpu)
     device, graph = ("cpu", False) if args.cpu else ("cuda", not args.no_graph)
     rows = measure([(shape, model) for shape in args.shape for model in MODELS], device, graph)
     print_table(rows, device)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 from decode_models import ROUTING, make_model
-from meters import name_device
+from meters import name_device, require_gpu
 from torch import Tensor
 
 from depthmix import ModelConfig
@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(ROUTING), default=tuple(ROUTING))
     parser.add_argument("--replays", type=int, default=30)
     args = parser.parse_args()
+    require_gpu(parser)
     for shape in args.shapes:
         print(f"\n### {shape}\n")
         print(

@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from meters import name_device
+from meters import name_device, require_gpu
 
 from depthmix import Transformer, flops, load_preset
 from depthmix.config import RunConfig
@@ -93,8 +93,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the measurements here")
     parser.add_argument("fields", nargs="*", help="FIELD=VALUE for both")
     args = parser.parse_args()
-    if not args.cpu and not torch.cuda.is_available():
-        sys.exit("no CUDA device is visible to torch: run it on a GPU, or add --cpu")
+    require_gpu(parser, cpu=args.cpu)
     device = "cpu" if args.cpu else "cuda"
     overrides = dict(field.split("=", 1) for field in args.fields)
     rows = []

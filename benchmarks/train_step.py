@@ -17,7 +17,6 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import time
 from itertools import pairwise
 from multiprocessing import get_context
@@ -26,7 +25,7 @@ from pathlib import Path
 
 import torch
 from baselines import BASELINES, BaselineStep
-from meters import name_device
+from meters import name_device, require_gpu
 
 from depthmix import ModelConfig, RoutingConfig, flops
 from depthmix.nn import Transformer
@@ -177,8 +176,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the measurements here")
     args = parser.parse_args()
-    if not args.cpu and not torch.cuda.is_available():
-        sys.exit("no CUDA device is visible to torch: run it on a GPU, or add --cpu")
+    require_gpu(parser, cpu=args.cpu)
     device, graph = ("cpu", False) if args.cpu else ("cuda", not args.no_graph)
     names = [(shape, model) for shape in args.shape for model in args.models]
     remotes = {(s, m): Remote(m, s, device, graph) for s, m in names}

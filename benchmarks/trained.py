@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from decode_step import prepare_decode
-from meters import name_device, open_meter, time_call, time_steps
+from meters import name_device, open_meter, require_gpu, time_call, time_steps
 
 from depthmix import flops
 from depthmix.config import RunConfig
@@ -120,9 +120,8 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--json", type=Path, help="write the rows there")
     args = parser.parse_args()
+    require_gpu(parser, cpu=args.cpu)
     device = "cpu" if args.cpu else "cuda"
-    if not args.cpu and not torch.cuda.is_available():
-        sys.exit("no CUDA device is visible to torch: run it on a GPU, or with --cpu")
     meter, rows = open_meter(device), []
     for path in args.run:
         recipe = RunConfig.from_dict(RunDir.open(path).read_config())

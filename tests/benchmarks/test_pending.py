@@ -1,5 +1,6 @@
-"""The commands that wait for a GPU: each is understood, and a wrong name is refused."""
+"""The commands that wait for a GPU: each is understood, and refused where there is none."""
 
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -84,3 +85,24 @@ def test_energy_is_shared_by_the_new_tokens_of_all_calls(monkeypatch: pytest.Mon
     assert (single["requests"], single["calls"]) == (1, 2)
     assert single["joules_per_token"] == 1 / 2 / bench.sizes.single[1]
     assert batch["joules_per_token"] == 1 / 2 / (bench.sizes.many * bench.sizes.num_new)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["decode.py"], ["engine.py"], ["shapes.py"], ["train_step.py"], ["trained.py", "run"]),
+        *(["train_loop.py", "--data", "data"], ["steps.py"], ["draw.py"], ["chunks.py"]),
+        *(["places.py"], ["kernels.py"], ["decode_kernel.py"]),
+    ],
+    ids=lambda words: words[0],
+)
+def test_without_a_gpu_a_script_says_so(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(engine.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(pending.FOLDER / words[0]), run_name="__main__")
+    assert caught.value.code == 2
+    assert "no CUDA device is visible to torch: run it on a GPU" in capsys.readouterr().err
