@@ -181,6 +181,18 @@ def test_the_wheel_promises_what_is_tested(wheel: Path) -> None:
     assert {"plot", "hf", "dev"} <= set(found.get_all("Provides-Extra") or [])
 
 
+def test_the_readme_names_the_versions_that_are_tested() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    (torch,) = (line.removeprefix("torch==") for line in lines if line.startswith("torch=="))
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f"with torch {torch.rpartition('.')[0]}, and on a GPU with torch 2.11" in text
+    assert "torch>=2.11" in table["dependencies"]
+    # each extra has a row, or stands in one
+    rows = "\n".join(line for line in text.splitlines() if line.startswith("| `"))
+    assert {name for name in table["optional-dependencies"] if f"`{name}`" not in rows} == set()
+
+
 def test_the_environment_has_only_the_requirements(installed: Installed) -> None:
     code = (
         "import importlib.util as u, depthmix;"
