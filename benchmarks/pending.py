@@ -42,6 +42,10 @@ MEASUREMENTS = {
         "transformers' generate_batch() to its end, 64 requests",
         "engine.py --shape large --parts batch transformers --requests 64 --calls generate_batch",
     ),
+    "decode-transformers": Measurement(
+        "a decoding step against a warm generate() of transformers, and torch.compile",
+        "decode.py --skip batch prefill generate energy",
+    ),
     "trained": Measurement(
         "trained models, sampled: a MoD and its dense twin (--runs, of the plan isoflop)",
         "trained.py",
