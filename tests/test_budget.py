@@ -194,7 +194,7 @@ def test_stages_fall_from_the_first_to_the_models_own(
     ],
     ids=str,
 )
-def test_what_cannot_fall_is_refused(changes: dict[str, Any], told: str) -> None:
+def test_a_capacity_that_cannot_fall_is_refused(changes: dict[str, Any], told: str) -> None:
     run = make_falling(10, **changes)
     with pytest.raises(ValueError, match=told):
         make_schedule(run)

@@ -107,7 +107,7 @@ def test_the_file_that_was_meant_is_named(tmp_path: Path) -> None:
     assert error.value.filename == str(path)
 
 
-def test_what_is_no_plain_file_stays_what_it_is(tmp_path: Path) -> None:
+def test_special_files_and_links_stay_what_they_are(tmp_path: Path) -> None:
     link, path = tmp_path / "link", tmp_path / "a.txt"
     link.symlink_to(path)
     replace_file(link, "new")
@@ -140,7 +140,7 @@ def test_nothing_that_was_seen_or_drawn_is_lost(
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_syncing_what_is_no_folder_is_harmless(tmp_path: Path) -> None:
+def test_syncing_a_path_that_is_not_a_folder_is_harmless(tmp_path: Path) -> None:
     sync_folder(tmp_path / "gone")
     assert not (tmp_path / "gone").exists()
 

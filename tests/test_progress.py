@@ -27,7 +27,7 @@ def test_the_bar_shows_label_words_and_the_last_stage() -> None:
     assert "reading" not in last
 
 
-def test_what_was_done_before_is_no_speed() -> None:
+def test_earlier_progress_does_not_count_as_speed() -> None:
     console, _ = open_console()
     now = 100.0
     console.get_time = lambda: now

@@ -52,7 +52,7 @@ def test_the_device_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch)
             assert world.device.type == kind
 
 
-def test_a_gpu_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no CUDA device is visible"), open_world("cuda"):
         pass
@@ -72,7 +72,7 @@ def test_without_a_group_a_process_is_alone() -> None:
     assert world.do_first(lambda: 8) == 8
 
 
-def test_what_the_work_raises_is_raised() -> None:
+def test_an_error_of_the_work_is_raised() -> None:
     def fail() -> None:
         raise OSError(28, "full")
 
@@ -80,7 +80,7 @@ def test_what_the_work_raises_is_raised() -> None:
         join_world().do_first(fail)
 
 
-def test_an_error_that_cannot_be_sent_is_told_in_words() -> None:
+def test_an_error_that_cannot_be_sent_is_sent_as_text() -> None:
     kept = OSError(28, "full", "file")
     assert _make_portable(kept) is kept
     told = _make_portable(StubbornError("why"))

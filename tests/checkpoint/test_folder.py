@@ -90,7 +90,7 @@ def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
     assert list(disk.list_checkpoints(tmp_path)) == [3, 20, 100_000_000]
 
 
-def test_opening_removes_what_is_incomplete(tmp_path: Path) -> None:
+def test_opening_removes_incomplete_checkpoints(tmp_path: Path) -> None:
     kept = make_checkpoint(tmp_path, 1)
     half = tmp_path / ("step-00000002" + disk.UNFINISHED)
     half.mkdir()
@@ -100,7 +100,7 @@ def test_opening_removes_what_is_incomplete(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [disk.UNFINISHED, disk.REMOVED])
-def test_opening_finishes_what_is_complete(tmp_path: Path, suffix: str) -> None:
+def test_opening_renames_complete_checkpoints(tmp_path: Path, suffix: str) -> None:
     made = make_checkpoint(tmp_path, 2)
     made.rename(made.with_name(made.name + suffix))
     disk.open_folder(tmp_path)
@@ -108,7 +108,7 @@ def test_opening_finishes_what_is_complete(tmp_path: Path, suffix: str) -> None:
     assert disk.find_damage(made) is None
 
 
-def test_opening_prefers_what_has_its_name(tmp_path: Path) -> None:
+def test_opening_prefers_a_checkpoint_with_its_final_name(tmp_path: Path) -> None:
     made = make_checkpoint(tmp_path, 2, score=1.0)
     old = made.with_name(made.name + disk.REMOVED)
     made.rename(old)

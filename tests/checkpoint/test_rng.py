@@ -50,7 +50,7 @@ def test_every_rank_gets_its_own_state() -> None:
         assert draw() == drawn[rank]
 
 
-def test_more_ranks_are_seeded_and_told() -> None:
+def test_more_ranks_are_seeded_and_reported() -> None:
     saved = [collect_rng()]
     expected = draw()
     told = restore_rank_rng(saved, rank=0, num_ranks=2, seed=5, step=9)
@@ -65,7 +65,7 @@ def test_more_ranks_are_seeded_and_told() -> None:
     assert draw() == seeded
 
 
-def test_fewer_ranks_are_told() -> None:
+def test_fewer_ranks_are_reported() -> None:
     told = restore_rank_rng([collect_rng()] * 3, rank=0, num_ranks=1, seed=0, step=0)
     assert told is not None
 

@@ -83,7 +83,7 @@ def test_ten_steps_are_five_and_five_more(
     assert_same(training.collect(), resumed.collect())
 
 
-def test_a_folder_holds_what_it_should(tmp_path: Path, make_training: Any) -> None:
+def test_a_folder_has_the_documented_files(tmp_path: Path, make_training: Any) -> None:
     training = make_training()
     training.run(1)
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
@@ -100,7 +100,7 @@ def test_a_folder_holds_what_it_should(tmp_path: Path, make_training: Any) -> No
     }
 
 
-def test_what_changes_after_save_is_not_saved(
+def test_changes_after_a_save_are_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write = threading.Event()
@@ -226,7 +226,7 @@ def test_a_write_that_the_system_refuses(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_poll_tells_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_poll_raises_the_error_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.poll()
     with failing_sync(monkeypatch, 1):

@@ -81,7 +81,7 @@ def test_restoring_makes_the_state_that_is_missing(make_training: Any, kind: str
             assert torch.equal(fresh.collect()[part][name], value), name
 
 
-def test_restoring_keeps_memory_and_drops_what_was_not_there(make_training: Any) -> None:
+def test_restoring_keeps_memory_and_drops_new_state(make_training: Any) -> None:
     training = make_training()
     training.run(1)
     saved = training.copy()
@@ -99,7 +99,7 @@ def test_restoring_keeps_memory_and_drops_what_was_not_there(make_training: Any)
     assert training.collect()["optimizer"] == {}
 
 
-def test_restoring_refuses_what_does_not_fit(make_training: Any) -> None:
+def test_restoring_refuses_tensors_that_do_not_fit(make_training: Any) -> None:
     training = make_training()
     tensors = training.copy()
     stray = {**tensors, "optimizer": {"nowhere.weight.exp_avg": torch.ones(1)}}
@@ -113,7 +113,7 @@ def test_restoring_refuses_what_does_not_fit(make_training: Any) -> None:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)
 
 
-def test_every_type_and_shape_comes_back_bitwise(tmp_path: Path) -> None:
+def test_every_type_and_shape_is_restored_bitwise(tmp_path: Path) -> None:
     shapes = ((), (1,), (0,), (3, 5), (2, 1, 4))
     named = {
         f"{dtype}{shape}".removeprefix("torch."): torch.randn(shape).mul(100).to(dtype)
@@ -227,7 +227,7 @@ def test_copies_are_separate_and_reuse_memory() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["adamw", "fused", "capturable"])
-def test_the_gpu_goes_on_bitwise(tmp_path: Path, make_training: Any, kind: str) -> None:
+def test_the_gpu_continues_bitwise(tmp_path: Path, make_training: Any, kind: str) -> None:
     training, fresh = make_training(kind, "cuda"), make_training(kind, "cuda")
     training.run(3)
     write_tensors(tmp_path, copy_to_cpu(training.collect(), {}))

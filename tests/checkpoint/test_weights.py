@@ -97,7 +97,7 @@ def test_a_loaded_model_is_the_one_asked_for(run: tuple[Path, Any]) -> None:
     assert torch.equal(newest.norm.weight, training.model.norm.weight)
 
 
-def test_a_model_saved_in_bf16_comes_back_in_bf16(tmp_path: Path, make_training: Any) -> None:
+def test_a_model_saved_in_bf16_is_loaded_in_bf16(tmp_path: Path, make_training: Any) -> None:
     training = make_training()
     training.model.bfloat16()
     Checkpoints(tmp_path, asynchronous=False).save(1, training.collect(), training.state)

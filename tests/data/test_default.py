@@ -79,7 +79,7 @@ def test_the_loser_of_a_race_uses_the_winner_s(
     assert [path.name for path in winner[0].parent.iterdir()] == [winner[0].name]
 
 
-def test_what_killed_processes_left_is_removed_in_time(library: Path, tmp_path: Path) -> None:
+def test_leftovers_of_killed_processes_are_removed_in_time(library: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     old, young = cache / f".{name_default(300)}-old", cache / f".{name_default(300)}-young"
     for folder in (old, young):

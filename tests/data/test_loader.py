@@ -57,7 +57,7 @@ def expect_row(split: Split, order: list[int], row: int, seq_len: int) -> tuple[
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_rows_are_what_the_definition_says(split: Split, shuffle: bool) -> None:
+def test_rows_follow_the_definition(split: Split, shuffle: bool) -> None:
     loader = make_loader(split, shuffle=shuffle, batch_size=3)
     num_rows = loader.num_rows_per_epoch
     assert num_rows == (split.num_tokens - 1) // 8
@@ -230,7 +230,7 @@ def test_a_prefetcher_resumes_and_closes(split: Split) -> None:
         ahead.next()
 
 
-def test_a_prefetcher_raises_what_went_wrong_after_what_went_well(
+def test_a_prefetcher_raises_an_error_after_the_batches_before_it(
     split: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = make_loader(split)

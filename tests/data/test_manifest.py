@@ -54,7 +54,7 @@ def tree() -> dict[str, Any]:
     return json.loads(MANIFEST.to_json())
 
 
-def test_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_manifest_is_read_as_written(tmp_path: Path) -> None:
     (tmp_path / MANIFEST_FILE).write_text(MANIFEST.to_json(), encoding="utf-8")
     found = read_manifest(tmp_path)
     assert found == MANIFEST
@@ -162,7 +162,7 @@ def test_a_new_folder_is_claimed(tmp_path: Path) -> None:
     assert claim_folder(tmp_path, REQUEST) is None
 
 
-def test_the_same_request_goes_on(tmp_path: Path) -> None:
+def test_the_same_request_resumes(tmp_path: Path) -> None:
     claim_folder(tmp_path, REQUEST)
     write_unfinished(tmp_path, REQUEST, {"place": [1, 2]})
     assert claim_folder(tmp_path, REQUEST) == {"place": [1, 2]}

@@ -63,7 +63,7 @@ def read_texts(folder: Path, split: str) -> list[str]:
     return [tokenizer.decode(ids[:-1].tolist(), skip_special_tokens=False) for ids in documents]
 
 
-def test_every_document_comes_back_in_one_split(source: Path, tmp_path: Path) -> None:
+def test_every_document_is_in_one_split(source: Path, tmp_path: Path) -> None:
     manifest = prepare(source, tmp_path / "out", shard_tokens=400)
     train, val = (read_texts(tmp_path / "out", split) for split in ("train", "val"))
     assert sorted([*train, *val]) == sorted(TEXTS)
@@ -132,7 +132,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(os, "replace", wrap(os.replace))
 
 
-def test_stopped_anywhere_it_goes_on_to_the_same_bytes(
+def test_stopped_anywhere_it_resumes_to_the_same_bytes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"shard_tokens": 900}
@@ -527,7 +527,7 @@ def test_ids_alone_need_no_tokenizer(ids: Unit) -> None:
         (True, False, False, 257, 0, "a.u16 contains the id 257, but the vocabulary has 257 ids"),
     ],
 )
-def test_what_does_not_agree(
+def test_arguments_that_do_not_agree_are_refused(
     path: Path,
     ids: Unit,
     with_ids: bool,
@@ -583,7 +583,7 @@ def test_the_bar_shows_stage_share_and_tokens() -> None:
     assert "0 of 0" not in text
 
 
-def test_a_total_that_nobody_knows() -> None:
+def test_an_unknown_total() -> None:
     output = io.StringIO()
     with show_progress(Console(file=output, width=100, force_terminal=True)) as report:
         report(Progress("encode", 3_000_000, 0, 500_000, 3))

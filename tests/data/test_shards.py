@@ -108,7 +108,7 @@ def test_going_on_from_a_record_gives_the_same_files(first: int, more: int, cras
         assert snapshot(Path(a)) == snapshot(Path(b))
 
 
-def test_without_a_record_everything_is_written_anew(tmp_path: Path) -> None:
+def test_without_a_record_everything_is_written_again(tmp_path: Path) -> None:
     writer = make_writer(tmp_path, shard_tokens=1)
     for _ in range(3):
         add(writer, [1, 2])
@@ -182,7 +182,7 @@ def test_documents_are_numbered_through_all_shards(
     assert np.array_equal(split.gather(numbers), np.array(stream)[numbers])
 
 
-def test_what_a_corpus_says_of_itself(make_folder: FolderMaker) -> None:
+def test_a_corpus_describes_itself(make_folder: FolderMaker) -> None:
     corpus = Corpus.open(make_folder([[1, 2, 3], [4]], num_bytes=9))
     assert (corpus.vocab_size, corpus.end_token) == (1000, 0)
     assert corpus.bytes_per_token == corpus.split("train").bytes_per_token == 18 / 6

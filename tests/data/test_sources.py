@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_folder_is_read_in_a_fixed_order_without_what_is_no_text(folder: Path) -> None:
+def test_a_folder_is_read_in_a_fixed_order_without_binary_files(folder: Path) -> None:
     listing = list_source(str(folder))
     assert [(unit.key, unit.kind) for unit in listing.units] == [
         ("a/y.jsonl", "jsonl"),
@@ -105,7 +105,7 @@ def test_token_files(tmp_path: Path) -> None:
         assert (unit.kind, unit.dtype, unit.largest_id) == ("tokens", dtype, 700)
 
 
-def test_stdlib_and_the_hub_are_no_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdlib_and_the_hub_are_not_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "_list_stdlib", lambda: [])
     assert keys("stdlib") == []
     assert keys("hf:owner/name") == ["hf:owner/name"]
@@ -202,7 +202,7 @@ def test_a_text_is_one_document(tmp_path: Path, name: str) -> None:
     assert contents(unit_of(write(tmp_path / name, text.encode()), "text")) == [text]
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"\xef\xbb\xbfhello")
     assert contents(unit_of(path, "text")) == ["hello"]
 
@@ -229,7 +229,7 @@ def test_documents_between_marks_come_back(texts: list[str], block: int) -> None
 
 
 @pytest.mark.parametrize("block", [2, 1 << 22])
-def test_bytes_that_are_no_text_are_placed(
+def test_bytes_that_are_not_text_are_located(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
     monkeypatch.setattr(sources, "BLOCK_BYTES", block)
@@ -304,7 +304,7 @@ def test_parquet(tmp_path: Path) -> None:
         contents(unit, text_field="n")
 
 
-def test_what_is_no_parquet_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     path = write(tmp_path / "a.parquet", b"this is not it")
     with pytest.raises(ValueError, match=r"a\.parquet is not a Parquet file"):

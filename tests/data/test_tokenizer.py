@@ -35,7 +35,7 @@ def word_tokenizer(*words: str) -> Tokenizer:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=80))
-def test_every_text_comes_back(text: str) -> None:
+def test_every_text_is_decoded_to_itself(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
 
@@ -44,12 +44,12 @@ def test_every_text_comes_back(text: str) -> None:
     "text",
     ["", " leading", "trailing ", "\0\x01\x7f", "a\r\nb\t\n\n  c", END_OF_TEXT, "🙂‍↔️ e\u0301"],
 )
-def test_odd_text_comes_back(text: str) -> None:
+def test_odd_text_is_decoded_to_itself(text: str) -> None:
     ids = TOKENIZER.encode(text).ids
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
 
 
-def test_training_merges_what_is_frequent_and_ends_with_id_0() -> None:
+def test_training_merges_frequent_pairs_and_ends_with_id_0() -> None:
     assert TOKENIZER.token_to_id(END_OF_TEXT) == 0
     assert count_ids(TOKENIZER) == 300
     assert "Ġtokens" in TOKENIZER.encode("return tokens").tokens
@@ -89,7 +89,7 @@ def test_loads_a_file_and_a_folder(tmp_path: Path) -> None:
         assert load_tokenizer(where).to_str() == TOKENIZER.to_str()
 
 
-def test_says_what_is_wrong_with_a_path(tmp_path: Path) -> None:
+def test_a_wrong_path_is_explained(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match=r"there is no tokenizer at .*gone\.json"):
@@ -100,7 +100,7 @@ def test_says_what_is_wrong_with_a_path(tmp_path: Path) -> None:
         load_tokenizer(broken)
 
 
-def test_says_what_is_wrong_with_a_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_hub_name_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> Tokenizer:
         raise Exception("offline\nsecond line")
 
@@ -119,7 +119,7 @@ def test_finds_the_end_token(token: str) -> None:
     assert find_end_token(word_tokenizer("a", "b", token)) == 2
 
 
-def test_asks_for_an_end_token_that_nobody_knows() -> None:
+def test_an_unknown_end_token_is_requested() -> None:
     with pytest.raises(ValueError, match="--end-token"):
         find_end_token(word_tokenizer("a", "b"))
 
@@ -135,7 +135,7 @@ def test_tokens_are_measured_in_bytes(text: str) -> None:
     assert table[TOKENIZER.encode(text).ids].sum() == len(text.encode())
 
 
-def test_tokens_that_are_no_bytes_are_not_measured() -> None:
+def test_tokens_that_are_not_bytes_are_not_measured() -> None:
     tokenizer = word_tokenizer("a", "b")
     assert measure_tokens(tokenizer) is None
     tokenizer.decoder = decoders.WordPiece()

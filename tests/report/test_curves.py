@@ -56,7 +56,7 @@ def test_odd_curves_are_drawn(curves: dict[str, Any], tmp_path: Path) -> None:
         assert (name in shown) == (name != "none")
 
 
-def test_nothing_to_draw_is_told(tmp_path: Path) -> None:
+def test_nothing_to_draw_is_reported(tmp_path: Path) -> None:
     for curves in ({}, {"a": []}, {"a": [(1, math.nan)], "b": [(1, None)], "c": [(0, 1.0)]}):
         with pytest.raises(ValueError, match="nothing to draw"):
             draw_text_plot(curves)
@@ -71,7 +71,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     assert caught.value.filename == str(tmp_path / "nowhere" / "a.png")
 
 
-def test_missing_matplotlib_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_matplotlib_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(NoMatplotlib, match=r"pip install 'depthmix\[plot\]'"):
         plot_losses({"a": FALL}, tmp_path / "a.png")

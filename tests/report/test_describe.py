@@ -44,7 +44,7 @@ def test_ranges_are_short(numbers: tuple[int, ...], written: str) -> None:
     assert format_ranges(numbers) == written
 
 
-def test_rows_say_what_the_counts_say() -> None:
+def test_rows_show_the_counts() -> None:
     config = load_preset("60m")
     rows = list_rows(describe_model("60m", config, 1024))
     assert rows["layers"] == "14"

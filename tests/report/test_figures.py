@@ -80,7 +80,7 @@ def test_every_chart_becomes_an_image(tmp_path: Path) -> None:
     assert (0xD5, 0x5E, 0x00) not in read_colors(paths[2])
 
 
-def test_missing_matplotlib_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_matplotlib_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for draw_it in (lambda chart: save_images([chart], tmp_path), draw_chart):
         with pytest.raises(NoMatplotlib, match=r"pip install 'depthmix\[plot\]'"):
@@ -152,7 +152,7 @@ def test_a_heat_map_has_a_field_for_each_cell() -> None:
     assert "3.5000" in list_words(draw(Grid("t", "x", "y", ["0.1"], ["1"], cells[:1])))
 
 
-def test_what_comes_from_runs_is_escaped() -> None:
+def test_text_from_runs_is_escaped() -> None:
     points = [Point(1.0, 2.0, EVIL)]
     panel = Panel(EVIL, EVIL, EVIL, [Series(EVIL, 0, "dots", points)])
     cells = [Cell(EVIL, EVIL, 1.0, EVIL)]
@@ -219,7 +219,7 @@ def test_ticks_are_inside_few_and_even(low: float, width: float) -> None:
     assert min(abs(digits - k) for k in (1, 2, 5)) < 1e-2
 
 
-def test_an_image_tells_what_it_shows(tmp_path: Path) -> None:
+def test_an_image_records_its_chart(tmp_path: Path) -> None:
     dots = [Point(1.0, 2.0), Point(3.0, 4.0)]
     chart = Chart("a", "title", "", [Panel("", "x", "y", [Series("one", 0, "dots", dots)])])
     save_image(chart, tmp_path / "a.png")

@@ -44,7 +44,7 @@ def test_a_parabola_is_found_exactly(
     assert found.at(sizes[0]) == pytest.approx(bowl.at(sizes[0]))
 
 
-def test_a_line_is_no_parabola() -> None:
+def test_a_line_is_not_a_parabola() -> None:
     sizes = [1e6, 2e6, 4e6, 8e6]
     assert fit_parabola(sizes, [3.0] * 4) is None
     assert fit_parabola(sizes, [3.0, 3.1, 3.2, 3.3]) is None
@@ -77,7 +77,7 @@ def test_the_known_minimum_of_run_folders_is_found(tmp_path: Path) -> None:
         (MIDDLE, -0.2, "the curve does not bend upwards"),
     ],
 )
-def test_what_is_not_bracketed_is_flagged(
+def test_minima_that_are_not_bracketed_are_flagged(
     center: float, bend: float, note: str, tmp_path: Path
 ) -> None:
     write_bowl(tmp_path, "dense", DENSE, Bowl(center, 3.7, bend))
@@ -227,7 +227,7 @@ def test_of_several_recipes_the_best_counts(tmp_path: Path) -> None:
     assert [row.name for row in size.rows] == ["low-0", "low-1", "third"]
 
 
-def test_a_repeated_run_is_no_new_seed(tmp_path: Path) -> None:
+def test_a_repeated_run_is_not_another_seed(tmp_path: Path) -> None:
     for name, seed, loss in (("a", 0, 3.0), ("again", 0, 3.2), ("b", 1, 3.5)):
         write_run(tmp_path / name, DENSE, loss, recipe={"seed": seed})
     (size,) = fit_folder(tmp_path)["dense"].sizes

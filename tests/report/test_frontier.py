@@ -64,7 +64,7 @@ def test_a_lead_is_against_dense_at_the_same_cost(folder: Path) -> None:
         assert not lead.extrapolated
 
 
-def test_beyond_the_dense_models_it_is_said(folder: Path) -> None:
+def test_leads_beyond_the_dense_models_are_marked(folder: Path) -> None:
     fits = fit_runs(load_runs(folder).rows)
     (routed,) = (fit for fit in fits if fit.kind == "mod")
     lead = find_lead([Corner(1.0, 8.0, 0.01), Corner(4.0, 4.0, None)], routed.best, lambda row: 4.0)

@@ -137,7 +137,7 @@ def test_budgets_within_two_per_cent_are_one() -> None:
     assert group_budgets([]) == {}
 
 
-def test_without_a_budget_what_was_spent_counts(tmp_path: Path) -> None:
+def test_without_a_budget_the_spent_flops_count(tmp_path: Path) -> None:
     write_run(tmp_path / "one", DENSE, 3.5, budget=None)
     (row,) = load_runs(tmp_path).rows
     assert row.budget == row.flops == 100 * flops.training_flops(BASE, batch_size=16)
@@ -177,7 +177,7 @@ def test_settings_tell_variants_of_one_kind_apart(tmp_path: Path) -> None:
     }
 
 
-def test_what_is_not_finished_is_named_with_its_reason(tmp_path: Path) -> None:
+def test_runs_left_out_are_named_with_the_reason(tmp_path: Path) -> None:
     write_run(tmp_path / "good", DENSE, 3.5)
     write_run(tmp_path / "stopped", DENSE, 3.5, state="running")
     write_run(tmp_path / "failed", DENSE, 3.5, state="failed", reason="training diverged")
@@ -216,7 +216,7 @@ def test_what_is_not_finished_is_named_with_its_reason(tmp_path: Path) -> None:
     assert "bach_size" in told["odd"][1]
 
 
-def test_an_empty_folder_is_told(tmp_path: Path) -> None:
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no run in .*: make one with 'depthmix train'"):
         load_runs(tmp_path)
 
@@ -240,7 +240,7 @@ def test_a_stretch_is_a_mean_of_both() -> None:
     assert thin_curve(train, most=2) == ((2.5 / 8, 7.5), (6.5 / 8, 3.5))
 
 
-def test_what_is_not_finite_is_left_out() -> None:
+def test_losses_that_are_not_finite_are_left_out() -> None:
     train = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3, "loss": math.inf}]
     train += [{"step": 4}, {"step": 5, "loss": 1.0}]
     assert thin_curve(train) == ((0.2, 2.0), (1.0, 1.0))

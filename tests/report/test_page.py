@@ -91,7 +91,7 @@ def test_a_page_with_everything(folder: Path) -> None:
     assert "bracketed" in page.cells
 
 
-def test_a_page_asks_nobody(folder: Path) -> None:
+def test_a_page_loads_nothing(folder: Path) -> None:
     text, page = read_page(write_report(folder).page)
     # a mark that is drawn in several places is looked up in the page itself
     assert set(page.links) == {f"#{name}" for name in re.findall(r'<path id="([^"]*)"', text)}
@@ -102,7 +102,7 @@ def test_a_page_asks_nobody(folder: Path) -> None:
     assert not re.search(r"\{\{\w+\}\}", text), "every place is filled"
 
 
-def test_what_is_not_bracketed_is_no_comparison(tmp_path: Path) -> None:
+def test_a_minimum_that_is_not_bracketed_is_not_compared(tmp_path: Path) -> None:
     write_bowl(tmp_path, "dense", DENSE, Bowl(CENTER, 4.0))
     write_bowl(tmp_path, "mod", MOD, Bowl(9e9, 3.0), routed=True)
     text, page = read_page(write_report(tmp_path).page)
@@ -118,7 +118,7 @@ def test_what_is_not_bracketed_is_no_comparison(tmp_path: Path) -> None:
         (3.0, "a validation loss equal to that of dense (3.000 against 3.000)"),
     ],
 )
-def test_two_runs_are_told_in_a_plain_sentence(tmp_path: Path, loss: float, told: str) -> None:
+def test_two_runs_are_compared_in_a_sentence(tmp_path: Path, loss: float, told: str) -> None:
     write_run(tmp_path / "dense", DENSE, 3.0)
     write_run(tmp_path / "mod", MOD, 2.5, causal=loss)
     report = write_report(tmp_path)
@@ -189,7 +189,7 @@ def test_names_are_escaped_and_never_filled_in(tmp_path: Path) -> None:
     assert text.count("<script") == 1, "ours"
 
 
-def test_what_cannot_be_compared_is_warned_of(folder: Path) -> None:
+def test_runs_that_cannot_be_compared_bring_a_warning(folder: Path) -> None:
     assert 'class="warning"' not in read_page(write_report(folder).page)[0]
     write_run(folder / "other", DENSE, 3.0, data="other")
     text, _ = read_page(write_report(folder).page)
@@ -208,7 +208,7 @@ def test_without_matplotlib_there_are_tables(folder: Path, monkeypatch: pytest.M
     assert [path.name for path in report.page.parent.iterdir()] == ["report.html"]
 
 
-def test_a_file_in_the_way_is_told(folder: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_refused(folder: Path) -> None:
     (folder / "report").write_text("")
     with pytest.raises(ValueError, match="is a file: choose another --out"):
         write_report(folder)

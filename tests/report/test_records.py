@@ -65,7 +65,7 @@ def test_another_run_of_the_same_name_is_refused(tmp_path: Path) -> None:
     assert file.read_bytes() == before
 
 
-def test_what_a_record_does_not_know_is_not_made_up(tmp_path: Path) -> None:
+def test_unknown_values_of_a_record_stay_unknown(tmp_path: Path) -> None:
     write_run(tmp_path / "runs/a", MOD, 3.5, causal=3.6)
     file = tmp_path / "some.jsonl"
     append_records(load_runs(tmp_path / "runs").rows, file)
@@ -90,7 +90,7 @@ def test_what_a_record_does_not_know_is_not_made_up(tmp_path: Path) -> None:
     }
 
 
-def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_not_a_record_is_named(tmp_path: Path) -> None:
     file = tmp_path / "some.jsonl"
     for line in ('{"step": 1}', "[1]", "{"):
         file.write_text(line + "\n")

@@ -85,7 +85,7 @@ def break_trace(*keys: Any, value: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, trace: Any, sentence: str) -> None:
+def test_files_that_are_not_traces_are_refused(tmp_path: Path, trace: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         check_trace(trace, "this")
     path = tmp_path / "trace.json"
@@ -94,7 +94,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, trace: Any, sentence: str) 
         read_trace(path)
 
 
-def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_json_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     for data in (b"text", b"\xff\xfe"):
         path.write_bytes(data)

@@ -74,7 +74,7 @@ def test_the_page_holds_the_trace_and_needs_nothing_else() -> None:
     assert titles == ["Depth of runs/<b>{{data}}"] * 2
 
 
-def test_what_a_text_holds_cannot_leave_its_script() -> None:
+def test_text_cannot_leave_its_script() -> None:
     told = embed_json({"a": "</script><!-- & \u2028"})
     assert not set("<>&") & set(told)
     assert json.loads(told) == {"a": "</script><!-- & \u2028"}

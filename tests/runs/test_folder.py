@@ -34,7 +34,7 @@ def strict_lines(path: Path) -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_a_new_run_holds_what_it_was_given(tmp_path: Path) -> None:
+def test_a_new_run_stores_its_arguments(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "runs" / "deep" / "run", CONFIG, {"seed": 1})
     assert (run.path / "config.toml").read_text(encoding="utf-8") == CONFIG
     assert run.checkpoints.is_dir()
@@ -95,7 +95,7 @@ def test_a_config_that_cannot_be_written_leaves_no_run(
     assert RunDir.create(tmp_path / "run", CONFIG, {}).read_config()["model"]["width"] == 64
 
 
-def test_what_is_no_run_is_told_apart(run: RunDir, tmp_path: Path) -> None:
+def test_paths_that_are_not_runs_are_explained(run: RunDir, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("x")
     for path, told in {
@@ -269,9 +269,7 @@ def test_two_trainers_cannot_share_a_run(run: RunDir) -> None:
         assert run.is_locked()
 
 
-def test_listing_runs_at_the_wrong_moment_refuses_nobody(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_listing_runs_does_not_stop_a_start(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
     with run.lock():
@@ -359,9 +357,7 @@ def test_damaged_starts_are_a_sentence(tmp_path: Path, starts: object) -> None:
         run.read_starts()
 
 
-def test_provenance_says_where_a_start_comes_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_provenance_describes_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["depthmix", "train", "60m", "seed=3"])
     data = {"folder": "data", "manifest_hash": "ab"}

@@ -16,7 +16,8 @@ from depthmix.runs.folder import RunDir
 from depthmix.units import format_number
 
 MODEL = ModelConfig(vocab_size=128, num_layers=2, width=32, num_heads=2, max_seq_len=64)
-CONFIG = f"[model]\n{MODEL.to_toml().replace('[', '[model.')}\n[train]\nnum_steps = 10\n"
+TABLES = re.sub(r"^\[", "[model.", MODEL.to_toml(), flags=re.MULTILINE)
+CONFIG = f"[model]\n{TABLES}\n[train]\nnum_steps = 10\n"
 
 
 def make_run(path: Path, day: int = 1) -> RunDir:
@@ -88,7 +89,7 @@ def test_runs_are_in_order_of_their_starts(tmp_path: Path) -> None:
     assert [Path(run.path).name for run in list_runs(tmp_path)] == ["c", "d", "a"]
 
 
-def test_broken_folders_are_listed_with_what_is_wrong(tmp_path: Path) -> None:
+def test_broken_folders_are_listed_with_the_reason(tmp_path: Path) -> None:
     damages = {
         "config.toml": ("[model", "width = 1", "[model]\nwidht = 1"),
         "metrics.jsonl": ("oops\n",),
@@ -118,7 +119,7 @@ def test_broken_folders_are_listed_with_what_is_wrong(tmp_path: Path) -> None:
     assert reasons["missing"] in render(list(found.values()), width=400)
 
 
-def test_a_folder_without_runs_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(
             ValueError, match=r"there is no run in .*make one with 'depthmix train'"

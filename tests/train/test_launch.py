@@ -131,7 +131,7 @@ def refuse(plan: Launch, told: str | None, error: type[BaseException] = ValueErr
         say(plan)
 
 
-def test_what_cannot_begin_leaves_nothing(
+def test_a_failed_start_leaves_nothing(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -155,7 +155,7 @@ def test_what_cannot_begin_leaves_nothing(
     assert say(fine)[0][0].state == "finished"
 
 
-def test_what_was_there_before_stays(data: Path, tmp_path: Path) -> None:
+def test_earlier_files_in_the_folder_stay(data: Path, tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("mine")
     before = read_tree(tmp_path)
@@ -203,7 +203,7 @@ def test_a_failure_after_the_first_step_is_kept(
     assert read_result(out) == read_result(folder.path)
 
 
-def test_a_second_ctrl_c_says_how_to_go_on(data: Path, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_says_how_to_resume(data: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fail_at(patch, 3, KeyboardInterrupt())
         told = "to continue from the last checkpoint, resume with: depthmix train --resume "
@@ -330,7 +330,7 @@ def test_where_all_checkpoints_are_damaged_nothing_is_overwritten(stopped: Path)
     assert read_tree(stopped) == before
 
 
-def test_data_must_be_what_it_was(data: Path, stopped: Path, tmp_path: Path) -> None:
+def test_data_must_not_have_changed(data: Path, stopped: Path, tmp_path: Path) -> None:
     mine = shutil.copytree(data, tmp_path / "data")
     before = read_tree(stopped)
     other = write_data(tmp_path / "other", seed=1)

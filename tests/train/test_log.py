@@ -91,7 +91,7 @@ def test_a_record_reaches_the_file_and_the_board(run: RunDir) -> None:
     }
 
 
-def test_a_resumed_run_hides_what_came_after_its_checkpoint(
+def test_a_resumed_run_hides_records_after_its_checkpoint(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the files' names hold the second they were made in, and are read in that order
@@ -137,7 +137,7 @@ def test_a_histogram_is_kept_small_and_whole(kind: str, run: RunDir) -> None:
     assert (found.min, found.max, found.num, found.sum) == (0.0, 4.0, 4, 6.0)
 
 
-def test_a_histogram_of_nothing_or_one_value_is_no_failure(run: RunDir) -> None:
+def test_a_histogram_may_have_no_value_or_one(run: RunDir) -> None:
     logger, _ = make_logger(run, tensorboard=True)
     with logger:
         logger.histogram("nothing", torch.full((3,), math.nan), step=1)
@@ -180,7 +180,7 @@ def test_a_long_plain_line_is_one_line(run: RunDir) -> None:
     assert [len(line) > 149 for line in file.getvalue().splitlines()] == [True, True]
 
 
-def test_a_plain_line_leaves_out_what_matters_less(run: RunDir) -> None:
+def test_a_plain_line_leaves_out_less_important_parts(run: RunDir) -> None:
     clock = Clock()
     fields = {"loss": 3.0, "tokens_per_second": 1e6, "flops_per_second": 3.1e14}
     fields |= {"share_of_peak": 0.4, "routed": 0.125, "flops": 1.25e18, "flops_budget": 2.5e18}
@@ -268,7 +268,7 @@ def test_after_a_failure_the_display_ends_and_numbers_are_left_alone(run: RunDir
     assert "\x1b[?25h" in file.getvalue()
 
 
-def test_every_field_is_said_in_its_unit() -> None:
+def test_every_field_has_its_unit() -> None:
     fields = {
         "lr": 3e-4,
         "flops": 1.25e18,
@@ -310,7 +310,7 @@ def fill_board(logger: Logger, *, when: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["add_scalar", "add_histogram_raw", "flush"])
-def test_what_tensorboard_cannot_write_is_told(when: str, run: RunDir) -> None:
+def test_a_failure_of_tensorboard_is_reported(when: str, run: RunDir) -> None:
     logger, _ = make_logger(run, tensorboard=True)
     told = "TensorBoard's files cannot be written: No space left"
 
@@ -338,14 +338,16 @@ def test_a_board_that_cannot_close_does_not_hide_the_failure(run: RunDir) -> Non
         fail()
 
 
-def test_a_board_that_is_a_file_is_told(run: RunDir) -> None:
+def test_a_file_in_place_of_the_board_is_reported(run: RunDir) -> None:
     run.tensorboard.write_text("x")
     logger, _ = make_logger(run, tensorboard=True)
     with pytest.raises(OSError, match="TensorBoard's files cannot be written"):
         logger.__enter__()
 
 
-def test_a_missing_tensorboard_is_said_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorboard_is_reported_once(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # an empty entry makes an import fail
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     logger, file = make_logger(run, tensorboard=True)
@@ -395,7 +397,7 @@ def test_wandb_gets_the_same_numbers_and_one_id(run: RunDir, wandb: types.Simple
     ]
 
 
-def test_wandb_that_does_not_start_is_told(run: RunDir, wandb: types.SimpleNamespace) -> None:
+def test_a_failed_start_of_wandb_is_reported(run: RunDir, wandb: types.SimpleNamespace) -> None:
     def fail(**settings: Any) -> None:
         raise wandb.module.Error("no API key")
 
@@ -405,7 +407,7 @@ def test_wandb_that_does_not_start_is_told(run: RunDir, wandb: types.SimpleNames
         logger.__enter__()
 
 
-def test_a_missing_wandb_is_told(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wandb_is_reported(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     logger, _ = make_logger(run, wandb=True)
     with pytest.raises(ValueError, match=r"W&B is not installed: pip install 'depthmix\[wandb\]'"):

@@ -309,7 +309,7 @@ def test_a_stop_after_the_last_save_is_made_up_for(data: Path, tmp_path: Path) -
     assert read_result(tmp_path / "run") == before
 
 
-def test_what_is_recorded_when(data: Path, tmp_path: Path) -> None:
+def test_records_are_written_at_their_steps(data: Path, tmp_path: Path) -> None:
     trainer = make_trainer(make_run(batch_size=64), data, tmp_path / "run")
     outcome = train(trainer)
     records = read_metrics(tmp_path / "run")
@@ -373,7 +373,7 @@ def poison(trainer: Trainer, value: float) -> Callable[[], None]:
         ({}, "total_loss and grad_norm .* by step 6"),
     ],
 )
-def test_what_is_not_finite_is_never_saved(
+def test_weights_that_are_not_finite_are_never_saved(
     data: Path,
     tmp_path: Path,
     recipe: dict[str, Any],
@@ -443,7 +443,7 @@ def test_a_shard_that_changes_is_noticed_before_a_save(data: Path, tmp_path: Pat
     assert list(disk.list_checkpoints(tmp_path / "run" / "checkpoints")) == [2, 4]
 
 
-def test_what_fails_in_the_background_comes_up(data: Path, tmp_path: Path) -> None:
+def test_a_failure_in_the_background_is_raised(data: Path, tmp_path: Path) -> None:
     trainer = make_trainer(make_run(steps=90, checkpoint_every=30), data, tmp_path / "run")
     (tmp_path / "run" / "checkpoints").rmdir()
     with pytest.raises(OSError, match=r"could not be written .*No such file"):
@@ -452,7 +452,7 @@ def test_what_fails_in_the_background_comes_up(data: Path, tmp_path: Path) -> No
     assert 30 <= trainer.num_done < 60
 
 
-def test_what_processes_cannot_share_is_refused(data: Path) -> None:
+def test_sizes_that_processes_cannot_share_are_refused(data: Path) -> None:
     several = World(0, 2, torch.device("cpu"))
     adapted = make_schedule(make_run(trainable="lora", optimizer="adamw"))
     with pytest.raises(
@@ -505,7 +505,7 @@ def test_compiled_blocks_learn_the_same(
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_documents_come_where_they_are_told_apart(data: Path) -> None:
+def test_documents_are_passed_if_they_are_masked(data: Path) -> None:
     batch = Loader(Corpus.open(data).split("val"), seq_len=16, batch_size=2, seed=0).next()
     tokens, targets, documents = move_batch(batch, torch.device("cpu"), document_mask=True)
     assert tokens.dtype == targets.dtype == torch.int64

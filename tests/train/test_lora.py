@@ -79,7 +79,7 @@ def test_it_begins_as_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIETY)
-def test_merged_weights_compute_what_adapters_do(name: str) -> None:
+def test_merged_weights_equal_adapters(name: str) -> None:
     model, plain = adapt(make_model(name), learned=True), make_model(name)
     tokens = make_tokens(plain.config, 2, 16)
     weights = {n: v.clone() for n, v in collect_parts(model, [])["model"].items()}
@@ -130,7 +130,9 @@ def test_gradients_are_those_of_the_merged_matrices(name: str) -> None:
         ("mode_staged", "routed", [f"layers.{i}.block.{m}" for i in (1, 3) for m in ATTENTION]),
     ],
 )
-def test_where_adapters_sit_and_what_learns(name: str, blocks: str, expected: list[str]) -> None:
+def test_adapters_are_on_the_chosen_matrices_and_train(
+    name: str, blocks: str, expected: list[str]
+) -> None:
     model = adapt(Transformer(make_config(name)), lora_blocks=blocks)
     assert sorted(list_adapters(model)) == sorted(expected)
     own = {f"{path}.{part}" for path in expected for part in ("down", "up")}
@@ -216,7 +218,7 @@ def test_compiled_steps_have_the_same_losses(
     ],
     ids=str,
 )
-def test_what_cannot_be_adapted_is_refused(changes: dict[str, Any], told: str) -> None:
+def test_models_that_cannot_be_adapted_are_refused(changes: dict[str, Any], told: str) -> None:
     fields = {**FIELDS, **LORA, **changes}
     with pytest.raises(ValueError, match=told):
         RunConfig.from_overrides(load_preset("tiny"), fields)

@@ -124,7 +124,7 @@ def measure_layers(model: Transformer, run: RunConfig, precision: torch.dtype) -
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", CASES)
-def test_what_eager_layers_save(name: str, precision: torch.dtype) -> None:
+def test_eager_layers_save_the_counted_bytes(name: str, precision: torch.dtype) -> None:
     run = make_small_run(name, compile=False)
     measured = measure_layers(make_sharded_like(run, precision), run, precision)
     estimate = NUM_ROWS * sum(count_activations(run, precision.itemsize).layers)
@@ -133,7 +133,7 @@ def test_what_eager_layers_save(name: str, precision: torch.dtype) -> None:
 
 @pytest.mark.compile
 @pytest.mark.parametrize("name", ["dense", "qk_norm", "mod", "mod_kv", "experts_mod"])
-def test_what_compiled_layers_save(name: str) -> None:
+def test_compiled_layers_save_the_counted_bytes(name: str) -> None:
     # without documents: the CPU has no attention that skips blocks, as a GPU has
     run = make_small_run(name, document_mask=False)
     model = make_sharded_like(run, torch.bfloat16)
@@ -215,7 +215,7 @@ def test_few_experts_are_cut_for_many_gpus() -> None:
     assert all(group.local_elements * 128 < 1.1 * group.num_elements for group in layers)
 
 
-def test_replicas_hold_what_their_shard_group_shares() -> None:
+def test_replicas_hold_the_shards_of_their_group() -> None:
     shared, replicated = (make_run(**{"train.shard_size": size}) for size in (None, 8))
     assert count_shards(shared, 8) == count_shards(replicated, 64)
 
@@ -392,7 +392,7 @@ def test_one_gpu_shares_nothing() -> None:
         ({}, Cluster(8, 8, float("nan")), "flops_per_second = nan must be "),
     ],
 )
-def test_what_could_not_run_is_refused(
+def test_runs_that_could_not_start_are_refused(
     fields: dict[str, Any], cluster: Cluster, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
@@ -400,7 +400,7 @@ def test_what_could_not_run_is_refused(
     assert not dist.is_initialized()
 
 
-def test_what_is_frozen_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_weights_need_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     world, model = World(0, 1, torch.device("cpu")), load_preset("1b")
     # 8 bytes for each parameter: no room for a gradient and a moment beside it
     machine = {"SC_PAGE_SIZE": 8, "SC_PHYS_PAGES": flops.num_parameters(model).total}

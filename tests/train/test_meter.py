@@ -129,7 +129,7 @@ def test_numbers_are_taken_when_added_and_not_later(clock: Clock) -> None:
     assert meter.peek()["loss"] == 3.0
 
 
-def test_what_is_not_finite_is_told(clock: Clock) -> None:
+def test_numbers_that_are_not_finite_are_reported(clock: Clock) -> None:
     meter = make_meter()
     meter.add(make_result(math.nan))
     meter.add(make_result(1.0))
@@ -164,7 +164,7 @@ def test_speed_leaves_out_the_first_step_and_pauses(clock: Clock) -> None:
     assert meter.read(meter.cut(7))["seconds_per_step"] == pytest.approx(5)
 
 
-def test_what_is_cut_does_not_change_until_it_is_read(clock: Clock) -> None:
+def test_cut_sums_do_not_change_until_they_are_read(clock: Clock) -> None:
     meter = make_meter()
     for total in (1.0, 2.0, 6.0):
         meter.add(make_result(total))
@@ -225,7 +225,7 @@ def test_a_gpu_is_not_waited_for_until_a_reading(
 
 
 @pytest.mark.parametrize("name", ["total_loss", "grad_norm", "weights"])
-def test_what_must_be_finite(name: str) -> None:
+def test_loss_gradient_and_weights_must_be_finite(name: str) -> None:
     check_finite({"total_loss": 1.0, "grad_norm": 2.0, "elsewhere": math.nan}, 7)
     with pytest.raises(ValueError, match=f"diverged: {name} not finite by step 7; "):
         check_finite({"total_loss": 1.0, name: math.inf}, 7)
@@ -333,7 +333,7 @@ class Counter(EnergyCounter):
         return self.joules
 
 
-def test_energy_is_what_the_board_took_since_the_first_step(clock: Clock) -> None:
+def test_energy_is_counted_from_the_first_step(clock: Clock) -> None:
     counter = Counter()
     meter = Meter(make_schedule(make_run()), World(0, 1, CPU), counter)
     # the first step compiles

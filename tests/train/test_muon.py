@@ -66,7 +66,7 @@ def test_a_stack_is_trained_like_its_matrices(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(stack.detach(), torch.stack([m.detach() for m in matrices]))
 
 
-def test_what_has_no_gradient_stays() -> None:
+def test_parameters_without_a_gradient_do_not_change() -> None:
     matrices = make_matrices()
     optimizer = Muon(matrices, **OPTIONS)
     before = [matrix.detach().clone() for matrix in matrices]
@@ -77,7 +77,7 @@ def test_what_has_no_gradient_stays() -> None:
     assert list(optimizer.state) == [matrices[1]]
 
 
-def test_saved_state_goes_on() -> None:
+def test_training_continues_from_saved_state() -> None:
     matrices = make_matrices()
     optimizer = Muon(matrices, **OPTIONS)
     step(optimizer, matrices, 0)

@@ -65,7 +65,7 @@ def test_every_parameter_is_in_one_group(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_groups_are_what_they_say(name: str) -> None:
+def test_groups_have_the_parameters_that_they_name(name: str) -> None:
     """The truth by module: who owns a parameter says how it is trained."""
     model = make_small(name)
     expected = {}
@@ -271,7 +271,7 @@ def test_training_lowers_the_loss(optimizer: Any) -> None:
     assert losses[-1] < losses[0] - 0.4
 
 
-def test_saved_state_goes_back_into_new_optimisers() -> None:
+def test_saved_state_is_restored_into_new_optimisers() -> None:
     model = make_small()
     twin = copy.deepcopy(model)
     recipe = Recipe(optimizer="muon")

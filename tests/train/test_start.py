@@ -101,7 +101,7 @@ def test_freezing_by_hand() -> None:
         freeze(Transformer(make_config("dense")), "routers")
 
 
-def test_what_was_done_is_told() -> None:
+def test_initial_weights_are_described() -> None:
     dense, routed = (Transformer(make_config(name)) for name in ("dense", "mod"))
     given = StoredModel(Path("there"), dense.config, "depthmix", lambda: dict(dense.state_dict()))
     assert load_start(dense, given, 0) == "starting from the weights of there"

@@ -54,7 +54,7 @@ def test_loss_is_the_sum_of_its_parts(name: str) -> None:
     assert not any(metric.requires_grad for metric in metrics)
 
 
-def test_what_a_step_returns_needs_no_gradient() -> None:
+def test_results_of_a_step_need_no_gradient() -> None:
     model = make_model("mod", dtype=torch.float32)
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     found = step(*make_batch(model))
