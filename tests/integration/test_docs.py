@@ -9,9 +9,12 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+import typer
 
 import depthmix
-from depthmix.config import ModelConfig
+from depthmix.cli import app
+from depthmix.config import ModelConfig, Recipe
+from depthmix.config.fields import document_fields
 from text_runs import write_text_run
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +85,37 @@ def test_prose_has_no_odd_words() -> None:
         for match in odd.finditer(text)
     }
     assert found == set()
+
+
+def test_commands_have_the_options_and_fields_they_are_shown_with() -> None:
+    verbs = typer.main.get_command(app).commands  # pyrefly: ignore
+    fields = {*document_fields(Recipe, "train."), *document_fields(ModelConfig)}
+    wrong, num_commands = [], 0
+    for page in _list_pages():
+        for command in find_commands(page.read_text(encoding="utf-8")):
+            verb, *arguments = command.split()[1:] or ["--help"]
+            options = {"--help", "--version", "--install-completion", "--show-completion"}
+            if not verb.startswith("-"):
+                num_commands += 1
+                options |= (
+                    {o for p in verbs[verb].params for o in p.opts} if verb in verbs else set()
+                )
+            named = {a.partition("=")[0] for a in arguments if re.match(r"--?[a-z]", a)}
+            named |= {a.partition("=")[0] for a in arguments if re.match(r"[a-z_.]+=", a)} - fields
+            if (verb not in verbs and not verb.startswith("-")) or named - options:
+                wrong.append(f"{page.relative_to(ROOT)}: {command}")
+    assert num_commands > 150
+    assert wrong == []
+
+
+def find_commands(page: str) -> list[str]:
+    """The commands in a page's blocks of code and sentences, without comments and redirections."""
+    fence = r"^```\w*\n(.*?)^```"
+    blocks = "\n".join(re.findall(fence, page, re.S | re.M)).replace("\\\n", " ")
+    found = re.findall(r"(?:^|&& |\| | -m )(depthmix(?: [^\n#&|>]*)?)", blocks, re.M)
+    found += re.findall(r"`(depthmix [a-z][^`]*)`", re.sub(fence, "", page, flags=re.S | re.M))
+    # options of SLURM
+    return [re.sub(r"--slurm \S+", "--slurm", command) for command in found]
 
 
 def test_links_and_anchors_exist() -> None:
