@@ -130,6 +130,33 @@ def test_samples_end_where_they_are_told_to() -> None:
     play(scene())
 
 
+def test_a_stop_string_ends_a_stream_before_it() -> None:
+    async def scene() -> None:
+        (whole,) = generate(max_tokens=20, seed=7, stop_tokens=[])
+        assert whole.text is not None
+        async with open_service() as server:
+            wish: dict[str, Any] = {"prompt": "once upon", "max_tokens": 20, "seed": 7}
+            # it comes in two tokens, of which the first is held back
+            wish |= {"stop": whole.text[4:6], "stream_options": {"include_usage": True}}
+            answer = await server.ask("/v1/completions", stream=True, **wish)
+            *events, usage = read_stream(answer.text)
+            choices = [event["choices"][0] for event in events]
+            assert (
+                "".join(choice["text"] for choice in choices)
+                == (whole.text[: whole.text.index(wish["stop"])])
+            )
+            reasons = [choice["finish_reason"] for choice in choices]
+            assert reasons == [None] * (len(choices) - 1) + ["stop"]
+            assert usage["usage"]["completion_tokens"] < 20
+            # what was held back and is not the stop string comes after all
+            wish["stop"] = whole.text[4] + "\0"
+            answer = await server.ask("/v1/completions", stream=True, **wish)
+            *events, _ = read_stream(answer.text)
+            assert "".join(event["choices"][0]["text"] for event in events) == whole.text
+
+    play(scene())
+
+
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_the_end_of_a_document_ends_a_sample(ignore_eos: bool) -> None:
     async def scene() -> None:
@@ -154,15 +181,15 @@ def test_logprobs_are_the_engines() -> None:
         assert truth.top_logprobs is not None
         async with open_service() as server:
             found = await server.complete(prompt="once upon", max_tokens=6, seed=2, logprobs=3)
-            told = found["choices"][0]["logprobs"]
-            assert told["token_logprobs"] == list(truth.logprobs)
-            for place, others in zip(told["top_logprobs"], truth.top_logprobs, strict=True):
+            seen = found["choices"][0]["logprobs"]
+            assert seen["token_logprobs"] == list(truth.logprobs)
+            for place, others in zip(seen["top_logprobs"], truth.top_logprobs, strict=True):
                 assert list(place.values()) == [other.logprob for other in others]
-            assert len(told["tokens"]) == len(told["text_offset"]) == 6
-            assert told["text_offset"][0] == 0
-            assert told["text_offset"] == sorted(told["text_offset"])
-            # what is only a part of a character is told by its number
-            for name, token in zip(told["tokens"], truth.tokens, strict=True):
+            assert len(seen["tokens"]) == len(seen["text_offset"]) == 6
+            assert seen["text_offset"][0] == 0
+            assert seen["text_offset"] == sorted(seen["text_offset"])
+            # a part of a character is spelled by its number
+            for name, token in zip(seen["tokens"], truth.tokens, strict=True):
                 assert name in (VOCABULARY.decode([token]), f"token_id:{token}")
                 assert "\ufffd" not in name
             bare = await server.complete(prompt="once upon", max_tokens=2, logprobs=0)
@@ -189,12 +216,12 @@ def test_paths_are_told_where_they_are_asked_for() -> None:
         async with open_service() as server:
             wish = {"prompt": "once upon", "max_tokens": 5, "seed": 2}
             assert (await server.complete(**wish))["choices"][0]["depth"] is None
-            told = (await server.complete(**wish, depth=True))["choices"][0]["depth"]
-            assert told["routed_blocks"] == list(make_config().routed_layers)
-            assert told["prompt"] == paths[: len(TEXT)]
+            seen = (await server.complete(**wish, depth=True))["choices"][0]["depth"]
+            assert seen["routed_blocks"] == list(make_config().routed_layers)
+            assert seen["prompt"] == paths[: len(TEXT)]
             # the last token is never computed
-            assert told["completion"] == [*paths[len(TEXT) :], None]
-            assert len(told["completion"]) == 5
+            assert seen["completion"] == [*paths[len(TEXT) :], None]
+            assert len(seen["completion"]) == 5
             answer = await server.ask("/v1/completions", stream=True, depth=True, **wish)
             steps = [event["choices"][0]["depth"] for event in read_stream(answer.text)]
             assert [step["token"] for step in steps] == list(truth.tokens)
@@ -230,11 +257,11 @@ def test_a_stream_is_the_same_answer_in_pieces() -> None:
             answer = await server.ask(
                 "/v1/completions", stream=True, stream_options=options, echo=True, **wish
             )
-            told = [event["usage"] for event in read_stream(answer.text)]
-            assert [usage["completion_tokens"] for usage in told[:4]] == [0] * 4
-            counts = [usage["completion_tokens"] for usage in told]
+            seen = [event["usage"] for event in read_stream(answer.text)]
+            assert [usage["completion_tokens"] for usage in seen[:4]] == [0] * 4
+            counts = [usage["completion_tokens"] for usage in seen]
             assert counts == sorted(counts)
-            assert {**told[-1], "depth": whole["usage"]["depth"]} == whole["usage"]
+            assert {**seen[-1], "depth": whole["usage"]["depth"]} == whole["usage"]
 
     play(scene())
 
@@ -309,29 +336,29 @@ def test_an_echo_scores_the_prompt() -> None:
                 found = await server.complete(prompt=prompts, max_tokens=count, **wish)
                 assert found["usage"]["completion_tokens"] == 3 * count
                 for tokens, choice in zip(prompts, found["choices"], strict=True):
-                    told = choice["logprobs"]
-                    assert len(told["tokens"]) == len(tokens) + count
-                    assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+                    seen = choice["logprobs"]
+                    assert len(seen["tokens"]) == len(tokens) + count
+                    assert seen["token_logprobs"][0] is seen["top_logprobs"][0] is None
                     truth = score(tokens)
                     for place, token in enumerate(tokens[1:]):
-                        logprob = told["token_logprobs"][place + 1]
-                        top = told["top_logprobs"][place + 1]
+                        logprob = seen["token_logprobs"][place + 1]
+                        top = seen["top_logprobs"][place + 1]
                         assert logprob == pytest.approx(truth[place, token].item(), abs=1e-5)
                         assert len(top) == 2
                         assert max(top.values()) == pytest.approx(
                             truth[place].max().item(), abs=1e-5
                         )
-                        # whoever asks whether greedy would give it compares these
-                        assert logprob < max(top.values()) or told["tokens"][place + 1] in top
+                        # these are compared to see whether greedy sampling would draw it
+                        assert logprob < max(top.values()) or seen["tokens"][place + 1] in top
                     assert choice["finish_reason"] == "length"
             (sample,) = generate(prompts[0], max_tokens=3, seed=2)
             same = await server.complete(prompt=text, max_tokens=3, **wish)
             (choice,) = same["choices"]
             assert choice["text"] == f"{text}{sample.text}"
-            told, wanted = choice["logprobs"], found["choices"][0]["logprobs"]
-            assert told["token_logprobs"] == wanted["token_logprobs"]
+            seen, wanted = choice["logprobs"], found["choices"][0]["logprobs"]
+            assert seen["token_logprobs"] == wanted["token_logprobs"]
             # the end token begins the document and is not shown; two bytes are one character
-            assert told["text_offset"][:14] == [0, *range(11), 10, 11]
+            assert seen["text_offset"][:14] == [0, *range(11), 10, 11]
             shift = len("<|endoftext|>")
             assert wanted["text_offset"][:14] == [
                 0,
@@ -363,9 +390,9 @@ def test_a_streams_logprobs_are_the_whole_answers(echo: bool) -> None:
                 streamed = await server.ask("/v1/completions", stream=True, **wish)
                 pieces = [event["choices"][0] for event in read_stream(streamed.text)]
                 for choice in whole["choices"]:
-                    told = [p for p in pieces if p["index"] == choice["index"]]
-                    assert "".join(p["text"] for p in told) == choice["text"]
-                    logprobs = [p["logprobs"] for p in told if p["logprobs"] is not None]
+                    seen = [p for p in pieces if p["index"] == choice["index"]]
+                    assert "".join(p["text"] for p in seen) == choice["text"]
+                    logprobs = [p["logprobs"] for p in seen if p["logprobs"] is not None]
                     for name, wanted in choice["logprobs"].items():
                         assert [x for each in logprobs for x in each[name]] == wanted
             chat: dict[str, Any] = {"seed": 5, "max_tokens": 9, "logprobs": True}
@@ -426,14 +453,14 @@ def test_long_work_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch) ->
 
             async def check(names: list[str], answer: httpx.Response, *, status: int = 200) -> None:
                 assert answer.status_code == status
-                # where each was done, not who else was there
+                # where each was done
                 assert [places.get(name) for name in names] == [{False}] * len(names)
                 places.clear()
 
             long = "a" * 5000
             messages = [{"role": "user", "content": long}]
             await check(["tokenize"], await server.ask("/tokenize", prompt=long))
-            # too long for the model, which only its tokens tell
+            # refused as too long, but only after it was encoded
             both = ["render_chat", "tokenize"]
             await check(both, await server.ask("/tokenize", messages=messages), status=400)
             messages = [{"role": "user", "content": ""}] * 99
@@ -525,8 +552,8 @@ def test_two_models_have_their_own_lines() -> None:
         twin = make_twin()
         async with open_service(others=[twin]) as server:
             cards = (await server.client.get("/v1/models")).json()["data"]
-            told = [(c["id"], c["num_blocks"], len(c["routed_blocks"])) for c in cards]
-            assert told == [("tiny", 4, 2), ("twin", 4, 0)]
+            seen = [(c["id"], c["num_blocks"], len(c["routed_blocks"])) for c in cards]
+            assert seen == [("tiny", 4, 2), ("twin", 4, 0)]
             assert [card["has_chat_template"] for card in cards] == [True, False]
             assert (await server.client.get("/v1/models/twin")).json() == cards[1]
             # without a name it is the first
@@ -551,7 +578,7 @@ def test_two_models_have_their_own_lines() -> None:
             assert (status, error["code"]) == (404, "model_not_found")
             assert "'tiny' and 'twin' are served" in error["message"]
             lines = (await server.client.get("/metrics")).text.splitlines()
-            assert len(lines) == len(set(lines)), "a family is told once"
+            assert len(lines) == len(set(lines)), "each family appears once"
             place = 'requests_total{endpoint="/v1/completions",model="%s",outcome="completed"}'
             assert f"depthmix_{place % 'tiny'} 2.0" in lines
             assert f"depthmix_{place % 'twin'} 1.0" in lines
@@ -775,11 +802,11 @@ def test_no_body_makes_the_server_fail(path: str, shape: type[WishShape]) -> Non
     def check(wishes: list[tuple[dict[str, Any], Any, Any]]) -> None:
         async def scene() -> None:
             async with open_service(engine=engine) as server:
-                for body, told, prompt in wishes:
+                for body, seen, prompt in wishes:
                     if "max_tokens" in shape.model_fields:
                         body = {"max_tokens": 2, **body}
-                    if "messages" in shape.model_fields and told:
-                        body = {"messages": told, **body}
+                    if "messages" in shape.model_fields and seen:
+                        body = {"messages": seen, **body}
                     if "prompt" in shape.model_fields:
                         body = {"prompt": prompt, **body}
                     answer = await server.client.post(
@@ -825,9 +852,9 @@ def test_the_schema_tells_every_kind_of_answer() -> None:
             for path, methods in schema["paths"].items():
                 (route,) = methods.values()
                 for status in ("4XX", "5XX"):
-                    told = route["responses"][status]["content"]
-                    assert set(told) == {"application/json"}
-                    assert told["application/json"]["schema"]["$ref"].endswith("/ProblemAnswer")
+                    seen = route["responses"][status]["content"]
+                    assert set(seen) == {"application/json"}
+                    assert seen["application/json"]["schema"]["$ref"].endswith("/ProblemAnswer")
                 # how FastAPI itself refuses is not how we do
                 assert "422" not in route["responses"]
                 kinds = set(route["responses"]["200"]["content"])

@@ -1,4 +1,4 @@
-"""Who comes in, and with how much."""
+"""Which requests are let in, and how large they may be."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ def test_a_wrong_key_is_refused_before_the_body_is_read() -> None:
             raise AssertionError("nothing of the body is wanted")
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
-            raise AssertionError("nobody comes in")
+            raise AssertionError("nothing is let in")
 
         sent: list[dict[str, Any]] = []
 
@@ -184,7 +184,7 @@ def test_other_sites_pages_may_call_only_where_they_are_named() -> None:
 def test_nothing_but_http_is_answered(kind: str) -> None:
     async def scene() -> None:
         async def fail(*_: Any) -> Any:
-            raise AssertionError("nobody comes in")
+            raise AssertionError("nothing is let in")
 
         await Gate(fail, Limits())({"type": kind}, fail, fail)
 

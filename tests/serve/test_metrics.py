@@ -18,11 +18,11 @@ def test_the_dashboard_shows_every_metric() -> None:
     # a counter with labels has no line before it counts
     metrics.requests.labels("/v1/completions", "completed").inc()
     text = write_metrics({"a": metrics}).decode()
-    told = set(re.findall(r"^(depthmix_\w+)", text, re.MULTILINE))
-    assert asked <= told
+    shown = set(re.findall(r"^(depthmix_\w+)", text, re.MULTILINE))
+    assert asked <= shown
     # creation times of counters are left out; histograms are read by their buckets
     shown = {re.sub(r"_bucket$", "", name) for name in asked}
-    kept = {re.sub(r"_(bucket|sum|count)$", "", name) for name in told if "_created" not in name}
+    kept = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown if "_created" not in name}
     assert shown == kept
     for query in queries:
         # every metric is that of the models that were chosen, and all brackets are closed

@@ -164,7 +164,7 @@ def test_two_models_race(browser: Any) -> None:
         assert [shade for _, shade in tab.read(1)] == [1.0] * 9
         assert "dense: all 4 blocks" in tab.lane(1).inner_text()
         tallies = " ".join(tab.page.locator(".tally").all_inner_texts())
-        # who is first by how much is the machine's affair
+        # which one is first, and by how much, depends on the machine
         assert tallies.count("9 tokens ·") == 2
         # the twin cannot chat, so both cannot; the first one alone can
         chat = tab.page.locator("#modes input[value=chat]")
@@ -277,7 +277,7 @@ def test_a_message_that_fails_can_be_sent_again(browser: Any) -> None:
         tab.wait_idle()
         assert tab.page.locator("#prompt").input_value() == ""
         tab.page.close()
-        # the browser's own words on an answer that is no success
+        # the browser logs every answer with an error status
         assert all("500" in problem for problem in tab.problems)
 
 
@@ -380,7 +380,7 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(browser: Any) -> None:
         assert SECRET not in tab.page.evaluate(f"JSON.stringify([{places}])")
         assert SECRET not in tab.page.content()
 
-        # what goes wrong is told where the answer would have been
+        # an error is shown in place of the answer
         def fail(step: int) -> None:
             raise RuntimeError("no")
 
@@ -391,5 +391,5 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(browser: Any) -> None:
         tab.page.reload()
         door.get_by_text("kept in this page only").wait_for()
         tab.page.close()
-        # the browser's own words on answers that are no success
+        # the browser logs every answer with an error status
         assert all("401" in problem or "500" in problem for problem in tab.problems)

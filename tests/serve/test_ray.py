@@ -43,7 +43,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 
 def count_tokens(client: httpx.Client, num_tries: int = 40) -> dict[str, float]:
-    """Each replica's metrics, told apart by what they count; any of them may answer."""
+    """Each replica's metrics, distinguished by what they count; any of them may answer."""
     found: dict[str, float] = {}
     for _ in range(num_tries):
         lines = client.get("/metrics").text.splitlines()
@@ -89,5 +89,5 @@ def test_who_leaves_a_replica_frees_its_rows(client: httpx.Client) -> None:
         if now == last:
             break
         last = now
-    told = [client.get("/health").json() for _ in range(20)]
-    assert all((each["running"], each["waiting"]) == (0, 0) for each in told)
+    shown = [client.get("/health").json() for _ in range(20)]
+    assert all((each["running"], each["waiting"]) == (0, 0) for each in shown)

@@ -228,7 +228,7 @@ def test_connections_over_the_limit_are_answered_503() -> None:
             assert refused.status_code == 503
             assert refused.json()["error"]["type"] == "service_unavailable"
             assert "too many connections" in refused.json()["error"]["message"]
-            # who is here already is served
+            # connections that are open already go on
             assert client.get(url).status_code == 200
         for connection in held:
             connection.close()
@@ -346,7 +346,9 @@ def test_a_second_sigterm_ends_the_process_at_once(run: Path) -> None:
             found = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
             assert found is not None
             assert process.stderr.readline() == "depthmix: ready\n"
-            wish = {"prompt": "a", "max_tokens": 400, "n": 16, "stream": True, "ignore_eos": True}
+            # far more than is done before the second signal
+            wish = {"prompt": ["a"] * 8, "max_tokens": 400, "n": 16, "stream": True}
+            wish |= {"ignore_eos": True}
             url = f"{found[0]}/v1/completions"
             with httpx.stream("POST", url, json=wish, timeout=60) as answer:
                 assert next(answer.iter_lines()).startswith("data: ")

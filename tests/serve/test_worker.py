@@ -55,8 +55,8 @@ def test_a_job_hears_what_the_engine_generates() -> None:
             assert worker.num_open == 0
         samples = [sample for result in truth for sample in result.samples]
         assert [found[choice][-1].result for choice in range(4)] == samples
-        told = [[event.token for event in found[choice]] for choice in range(4)]
-        assert told == [list(sample.tokens) for sample in samples]
+        tokens = [[event.token for event in found[choice]] for choice in range(4)]
+        assert tokens == [list(sample.tokens) for sample in samples]
 
     play(scene())
 
@@ -183,7 +183,7 @@ def test_prompts_are_scored_one_at_a_time_between_the_others_steps(
             gate.set()
             await worker.wait_idle()
             assert num_scored in ([], [1])
-            # nor one that is there when the server ends, which is told
+            # nor one that is open when the server ends, which gets an error
             gate.clear()
             job = worker.submit([[3], [4]], SIX, scores=True)
             stop = asyncio.create_task(worker.stop())

@@ -1,7 +1,7 @@
 """The engine's events as answers: whole ones, and streams of pieces.
 
-Owns how samples become choices, usage and paths, and how a token is spelled. Knows neither routes
-nor the engine's thread.
+Owns how samples become choices, usage and paths, and how a token is spelled. Does not know routes
+or the engine's thread.
 """
 
 import time
@@ -54,7 +54,7 @@ class ServedModel(NamedTuple):
 
 
 class Draft(ABC):
-    """An answer while its samples come. Subclasses say what shape it has."""
+    """An answer while its samples are generated. Subclasses give it its shape."""
 
     prefix: str
 
@@ -65,27 +65,27 @@ class Draft(ABC):
         num = len(prompts) * wish.n
         self.samples: list[Sample | None] = [None] * num
         self.starts: list[list[int]] = [[] for _ in range(num)]
-        """Of each choice, how much text was certain when each of its tokens came."""
+        """For each choice, the length of its final text when each of its tokens arrived."""
         self._num_chars = [0] * num
         self.scores: Mapping[int, list[TokenScore]] = {}
-        """Of each prompt's tokens but the first, where they were asked for."""
-        # the likely tokens of a thousand places are the same few
+        """By prompt, of all its tokens but the first; empty if they were not requested."""
+        # the same few tokens are likely in most places
         self.spell = cache(self._spell)
 
     def _spell(self, token: int) -> tuple[str, tuple[int, ...] | None]:
-        """A token's text and bytes; one that is part of a character is given by its number."""
+        """A token's text and bytes; for a part of a character, its number and None."""
         text = self.model.vocabulary.decode([token])
         if REPLACEMENT in text:
             return f"token_id:{token}", None
         return text, tuple(text.encode())
 
     def count_items(self) -> int:
-        """How much there is to write, roughly: tokens, and what is said of each."""
+        """The approximate size of the answer: its tokens and their alternatives."""
         num_tokens = self.wish.n * sum(map(len, self.prompts)) + sum(map(len, self.starts))
         return num_tokens * (1 + (self.wish.count_logprobs() or 0))
 
     def take(self, choice: int, event: Event) -> Event:
-        """Record an event; returns what is shown of it."""
+        """Record an event; return it as the client sees it."""
         if self.wish.count_tokens() == 0:
             event = hide_token(event)
         if event.token is not None:
@@ -98,11 +98,11 @@ class Draft(ABC):
         return event
 
     def list_samples(self) -> list[Sample]:
-        """All of them; each has ended."""
+        """All samples, once each has ended."""
         return [sample for sample in self.samples if sample is not None]
 
     def sum_usage(self) -> TokenUsage:
-        """What prompts and samples used; a prompt counts once, but its compute with each sample."""
+        """What was used in total; a prompt counts once, but its compute once per sample."""
         depths = [sample.depth for sample in self.list_samples()]
         num_in = sum(map(len, self.prompts))
         num_out = sum(len(sample.tokens) for sample in self.list_samples())
@@ -120,7 +120,7 @@ class Draft(ABC):
         )
 
     def count_usage(self) -> TokenUsage:
-        """What there is so far."""
+        """What was used so far."""
         num_in, num_out = sum(map(len, self.prompts)), sum(map(len, self.starts))
         return TokenUsage(
             prompt_tokens=num_in,
@@ -130,34 +130,34 @@ class Draft(ABC):
         )
 
     def list_paths(self, choice: int) -> TokenPaths | None:
-        """Every token's path, where they were asked for."""
+        """Every token's path, if paths were requested."""
         sample = self.samples[choice]
         if not self.wish.depth or sample is None:
             return None
         num_prompt = len(self.prompts[choice // self.wish.n])
-        told = [format_path(path) for path in sample.depth.blocks]
-        own: list[str | None] = [*told[num_prompt:]]
+        paths = [format_path(path) for path in sample.depth.blocks]
+        own: list[str | None] = [*paths[num_prompt:]]
         own += [None] * (len(sample.tokens) - len(own))
         return TokenPaths(
             routed_blocks=list(self.model.config.routed_layers),
-            prompt=told[:num_prompt],
+            prompt=paths[:num_prompt],
             completion=own[: len(sample.tokens)],
         )
 
     def make_step_path(self, event: Event) -> StepPath | None:
-        """A token's place in a stream, where paths were asked for."""
+        """A token with the path of the one before it, if paths were requested."""
         if not self.wish.depth or event.token is None:
             return None
         return StepPath(token=event.token, previous=format_path(event.path))
 
     def finish(self) -> bytes:
         """The whole answer as JSON."""
-        # a choice at a time: nothing else in the process runs while one is written
+        # one choice at a time, because encoding one blocks all other threads
         choices = [
             encode_shape(self._make_choice(index, sample))
             for index, sample in enumerate(self.list_samples())
         ]
-        # quotes inside a text are escaped: only the field itself can look like this
+        # quotes inside a text are escaped, so only the field itself matches
         return encode_shape(self._make_empty()).replace(
             b'"choices":[]', b'"choices":[%b]' % b",".join(choices), 1
         )
@@ -176,7 +176,7 @@ class Draft(ABC):
 
     @abstractmethod
     def continue_stream(self, choice: int, event: Event) -> CompletionAnswer | ChatChunk | None:
-        """An event's piece; None if it has nothing new yet."""
+        """The piece for an event; None if it has nothing to send yet."""
 
     @abstractmethod
     def end_stream(self) -> BaseModel:
@@ -184,7 +184,7 @@ class Draft(ABC):
 
 
 class CompletionDraft(Draft):
-    """A text that goes on."""
+    """The continuation of a text."""
 
     prefix = "cmpl"
 
@@ -195,10 +195,10 @@ class CompletionDraft(Draft):
         prompts: list[list[int]],
         echoes: Sequence[str] | None = None,
     ) -> None:
-        """`echoes` are the prompts' texts, if they are to be repeated."""
+        """`echoes` are the prompts' texts, if the answer repeats them."""
         super().__init__(model, wish, prompts)
         self.echoes = echoes
-        # a prompt's are those of all its samples
+        # all samples of a prompt share its log-probabilities
         self._scored: dict[int, CompletionLogprobs] = {}
 
     def _make_choice(self, index: int, sample: Sample) -> CompletionChoice:
@@ -216,8 +216,8 @@ class CompletionDraft(Draft):
     def start_stream(self) -> Iterator[CompletionAnswer]:
         if self.echoes is not None:
             for index in range(len(self.samples)):
-                told = self._score_prompt(index // self.wish.n) if self.scores else None
-                piece = CompletionChoice(index=index, text=self._echo(index), logprobs=told)
+                scored = self._score_prompt(index // self.wish.n) if self.scores else None
+                piece = CompletionChoice(index=index, text=self._echo(index), logprobs=scored)
                 yield self._make([piece])
 
     def continue_stream(self, choice: int, event: Event) -> CompletionAnswer | None:
@@ -259,15 +259,15 @@ class CompletionDraft(Draft):
         own = self._join_logprobs(sample.tokens, list_scores(sample), starts)
         if not self.scores:
             return own
-        told = self._score_prompt(index // self.wish.n)
+        before = self._score_prompt(index // self.wish.n)
         tops = None
-        if told.top_logprobs is not None and own.top_logprobs is not None:
-            tops = told.top_logprobs + own.top_logprobs
+        if before.top_logprobs is not None and own.top_logprobs is not None:
+            tops = before.top_logprobs + own.top_logprobs
         return CompletionLogprobs(
-            tokens=told.tokens + own.tokens,
-            token_logprobs=told.token_logprobs + own.token_logprobs,
+            tokens=before.tokens + own.tokens,
+            token_logprobs=before.token_logprobs + own.token_logprobs,
             top_logprobs=tops,
-            text_offset=told.text_offset + own.text_offset,
+            text_offset=before.text_offset + own.text_offset,
         )
 
     def _score_prompt(self, number: int) -> CompletionLogprobs:
@@ -276,23 +276,22 @@ class CompletionDraft(Draft):
             return self._scored[number]
         tokens, vocabulary = self.prompts[number], self.model.vocabulary
         begins = tokens[0] == vocabulary.end_token
-        # what begins a document is put before a text, and no part of it
+        # the token that begins a document is not part of the text
         num_hidden = int(begins and not self.echoes[number].startswith(self.spell(tokens[0])[0]))
         text = TextStream(vocabulary.decode)
         starts, num_chars = [0] * num_hidden, 0
         for token in tokens[num_hidden:]:
             starts.append(num_chars)
             num_chars += len(text.add(token))
-        told = self._join_logprobs(tokens, [None, *self.scores[number]], starts)
-        self._scored[number] = told
-        return told
+        self._scored[number] = self._join_logprobs(tokens, [None, *self.scores[number]], starts)
+        return self._scored[number]
 
     def _join_logprobs(
         self, tokens: Sequence[int], scores: Sequence[TokenScore | None], starts: list[int]
     ) -> CompletionLogprobs:
         spell, tops = self.spell, None
         if self.wish.count_logprobs():
-            # the best first; of two that are spelled alike, the better one stays
+            # best first; of two tokens with the same spelling, the better one is kept
             tops = [
                 dict(reversed({spell(t)[0]: p for t, p in reversed(score.top)}.items()))
                 if score is not None
@@ -367,19 +366,19 @@ class ChatDraft(Draft):
             content.append(
                 {"token": name, "logprob": score.logprob, "bytes": known, "top_logprobs": tops}
             )
-        # made here, and too many to be checked again
+        # built here, so checking them again would only cost time
         return ChatLogprobs.model_construct(content=content)
 
 
 def list_scores(sample: Sample) -> list[TokenScore]:
-    """Each token's log-probability and alternatives; none where they were not asked for."""
+    """Each token's log-probability and alternatives; empty if they were not requested."""
     logprobs = sample.logprobs or ()
     tops = sample.top_logprobs or ((),) * len(logprobs)
     return [TokenScore(*each) for each in zip(logprobs, tops, strict=True)]
 
 
 def hide_token(event: Event) -> Event:
-    """The same without its token, where only the prompt is wanted."""
+    """The event without its token, for requests that only want the prompt."""
     result = event.result
     if result is not None and result.finish != "failed":
         none: dict[str, Any] = {"tokens": (), "text": "", "finish": "length"}

@@ -1,7 +1,7 @@
-"""The routes: what each request is answered.
+"""The routes: how each request is answered.
 
-Owns the order of things: choose the model, check the wish, make tokens of its prompt, put it in
-line, and answer while it is computed, or not at all once its client has gone. Does not know sockets
+Owns the order of things: choose the model, check the parameters, tokenize the prompt, put it in
+line, and answer while it is computed, or stop once its client has gone. Does not know sockets
 or signals.
 """
 
@@ -50,13 +50,13 @@ from depthmix.serve.worker import Job
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
-# what any route may answer, as the schema has it
+# what any route may answer, for the schema
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": ProblemAnswer} for status in ("4XX", "5XX")
 }
 # nginx's status for a client that has gone; only logs see it
 GONE = 499
-# of a stream that are written at a time
+# most pieces of a stream that are written at once
 MOST_PIECES = 64
 
 logger = logging.getLogger("depthmix.serve")
@@ -99,7 +99,7 @@ class Service:
 
     def make_api(self) -> FastAPI:
         """The routes, with their schema at /openapi.json."""
-        # pages that show the schema load scripts from elsewhere: there are none
+        # no pages for the schema: they load scripts from other sites
         api = FastAPI(
             title="depthmix",
             version="1",
@@ -115,20 +115,20 @@ class Service:
             ("/detokenize", self.detokenize, DetokenizeAnswer),
         ):
             self._endpoints.add(path)
-            told: dict[str, Any] = {"model": shape}
+            described: dict[str, Any] = {"model": shape}
             if path.startswith("/v1"):
-                told["content"] = {EVENTS: {"schema": {"type": "string"}}}
+                described["content"] = {EVENTS: {"schema": {"type": "string"}}}
             options: dict[str, Any] = {"methods": ["POST"], "response_model": None}
-            api.add_api_route(path, answer, responses={200: told}, **options)
+            api.add_api_route(path, answer, responses={200: described}, **options)
         api.add_api_route("/", answer_page, include_in_schema=False, response_model=None)
         api.add_api_route("/v1/models", self.list_models, response_model=ModelList)
         api.add_api_route("/v1/models/{name:path}", self.show_model, response_model=ModelCard)
         health = {"model": HealthAnswer}
         api.add_api_route(
-            "/health", self.tell_health, response_model=None, responses={200: health, 503: health}
+            "/health", self.show_health, response_model=None, responses={200: health, 503: health}
         )
         numbers = {"content": {"text/plain": {"schema": {"type": "string"}}}}
-        # a route whose answer is text has errors in JSON all the same
+        # the answer is text, but errors are JSON
         problem = {"content": {JSON: {"schema": {"$ref": "#/components/schemas/ProblemAnswer"}}}}
         api.add_api_route(
             "/metrics",
@@ -144,7 +144,7 @@ class Service:
         return api
 
     async def complete(self, wish: CompletionWish, request: Request) -> Response:
-        """A text that goes on from a prompt, or several."""
+        """Continue a prompt, or several."""
         lane = self._choose_lane(wish.model, request)
         self._check_wish(wish, len(wish.prompt))
         prompts = await lane.encode_prompts(wish.prompt)
@@ -156,7 +156,7 @@ class Service:
         return await self._answer(lane, draft, list_ends(vocabulary.end_token), request)
 
     async def chat(self, wish: ChatWish, request: Request) -> Response:
-        """The next answer in a conversation, by the model's own chat template."""
+        """Answer a conversation, by the model's own chat template."""
         lane = self._choose_lane(wish.model, request)
         self._check_wish(wish, 1)
         prompt = await lane.encode_messages(wish.messages)
@@ -193,31 +193,31 @@ class Service:
         """One of them by its name."""
         return self._choose_lane(name, request).make_card()
 
-    async def tell_health(self) -> Response:
+    async def show_health(self) -> Response:
         """Whether the server works: 200 if requests are welcome, 503 if not."""
-        # of several models, the one that is worst off
+        # of several models, the one in the worst state
         ranks = ("ok", "failing", "loading", "draining", "broken")
-        told = [tell_lane(lane) for lane in self.lanes.values()]
-        worst = max(told, key=lambda each: ranks.index(each.status))
+        found = [describe_lane(lane) for lane in self.lanes.values()]
+        worst = max(found, key=lambda each: ranks.index(each.status))
         whole = HealthAnswer(
             status=worst.status,
-            running=sum(each.running for each in told),
-            waiting=sum(each.waiting for each in told),
-            failed_steps=max(each.failed_steps for each in told),
-            message=next((each.message for each in told if each.message), None),
+            running=sum(each.running for each in found),
+            waiting=sum(each.waiting for each in found),
+            failed_steps=max(each.failed_steps for each in found),
+            message=next((each.message for each in found if each.message), None),
         )
         is_healthy = all(lane.worker.is_healthy for lane in self.lanes.values())
         return send_json(encode_shape(whole), status=200 if is_healthy else 503)
 
     async def show_metrics(self) -> Response:
         """Counts and times for Prometheus."""
-        told = write_metrics({name: lane.worker.metrics for name, lane in self.lanes.items()})
-        return Response(told, media_type=Metrics.content_type)
+        text = write_metrics({name: lane.worker.metrics for name, lane in self.lanes.items()})
+        return Response(text, media_type=Metrics.content_type)
 
     async def _answer(
         self, lane: Lane, draft: Draft, ends: list[int], request: Request
     ) -> Response:
-        """Put a request in line; its answer, or the stream of it."""
+        """Put a request in line and return its answer, or a stream."""
         wish, worker = draft.wish, lane.worker
         room = lane.count_room(max(map(len, draft.prompts)))
         params = wish.make_params(room=room, end_tokens=ends)
@@ -227,7 +227,7 @@ class Service:
         outcome = "cancelled"
         is_stream = False
         try:
-            # what the engine refuses is reported before a stream begins
+            # a refusal by the engine must come before a stream begins
             is_here = await race(job.wait_begun(), request.receive)
             if is_here and wish.stream:
                 is_stream = True
@@ -248,7 +248,7 @@ class Service:
                     self._count(request, outcome)
 
     def _choose_lane(self, name: str | None, request: Request) -> Lane:
-        """The model that a request is for; it is there and takes requests."""
+        """The model that a request is for, if it takes requests."""
         if name is not None and name not in self.lanes:
             names = " and ".join(f"'{known}'" for known in self.lanes)
             verb = "is" if len(self.lanes) == 1 else "are"
@@ -263,7 +263,7 @@ class Service:
         return lane
 
     def _check_wish(self, wish: SamplingShape, num_prompts: int) -> None:
-        """What can be refused before anything is computed."""
+        """Refuse what can be refused before anything is computed."""
         limits = self.limits
         if wish.n > limits.max_n:
             raise RefusedError(
@@ -276,10 +276,10 @@ class Service:
             )
 
     def _count(self, request: Request, outcome: str) -> None:
-        # what never came to a model is counted with the default one
+        # requests without a model are counted with the default one
         lane = getattr(request.state, "lane", self.default)
         path = request.url.path
-        # an unknown path does not become a label: a client could make up any number of them
+        # an unknown path is not a label, as clients could make up any number of them
         known = path if path in self._endpoints else "other"
         lane.worker.metrics.requests.labels(known, outcome).inc()
 
@@ -295,14 +295,14 @@ class Service:
     async def _answer_status(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.url.path[:200]
-        told = {
+        sentences = {
             400: "the body cannot be read as JSON: check it",
             404: f"there is no '{path}' here: see /openapi.json",
             405: f"'{path}' does not take {request.method}",
         }
-        sentence = told.get(error.status_code, "the request cannot be answered")
+        sentence = sentences.get(error.status_code, "the request cannot be answered")
         answer = await self._answer_problem(request, StatusError(error.status_code, sentence))
-        # which methods there are
+        # the methods that are allowed
         answer.headers.update(error.headers or {})
         return answer
 
@@ -364,7 +364,7 @@ class EventStream(Response):
         try:
             size = draft.count_items() if draft.scores else 0
             await write(await run_sized(size, lambda: list(map(encode, draft.start_stream()))))
-            # whatever came while the client was slow goes out together
+            # what arrived while the client was slow is sent together
             while news := await self.job.read():
                 for first in range(0, len(news), MOST_PIECES):
                     pieces = []
@@ -374,10 +374,10 @@ class EventStream(Response):
                             pieces.append(encode(piece))
                     if pieces:
                         await write(pieces)
-                    # others have their turn
+                    # other requests may run in between
                     await asyncio.sleep(0)
         except ServeError as problem:
-            # the status has been sent: clients look for this
+            # the status has been sent already, so clients look for this
             self.outcome = problem.outcome
             await write([json.dumps(problem.to_dict()).encode()], more=False)
             return
@@ -386,8 +386,8 @@ class EventStream(Response):
         await write([*last, b"[DONE]"], more=False)
 
 
-def tell_lane(lane: Lane) -> HealthAnswer:
-    """How one model is."""
+def describe_lane(lane: Lane) -> HealthAnswer:
+    """The state of one model."""
     worker, stats = lane.worker, lane.worker.stats
     status: dict[str, HealthStatus] = {
         "loading": "loading",
@@ -413,7 +413,7 @@ async def collect_samples(draft: Draft, job: Job) -> None:
 
 
 async def race(work: Coroutine[Any, Any, None], receive: Receive) -> bool:
-    """Do some work as long as the client is there; whether it was done."""
+    """Do some work while the client is connected; return whether it was finished."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(wait_gone(receive))
     try:

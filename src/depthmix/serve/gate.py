@@ -1,7 +1,7 @@
-"""What is let in, and how much of it: the key, the host's name, and the size and pace of a body.
+"""Which requests are let in: their key, their host's name, and their size and pace.
 
-Stands before the routes, so that nothing of a request is read that is not wanted. Knows nothing of
-what is asked.
+Stands before the routes, so that a request is refused before its body is read. Does not know what
+is asked.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from depthmix.serve.limits import Limits
 from depthmix.serve.problems import BusyError, ServeError, StatusError
 
-# liveness checks need no key; the page asks for it, and holds nothing of the models
+# liveness checks need no key; the page asks for it and contains nothing about the models
 OPEN_PATHS = frozenset({"/", "/health"})
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
@@ -27,7 +27,7 @@ class GoneError(Exception):
 
 
 class Gate:
-    """Lets requests through to `app` that may come in, each with its whole body."""
+    """Passes permitted requests on to `app`, each with its whole body."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class Gate:
     ) -> None:
         """`key` is what clients must show; `hosts` the names by which they may call the server.
 
-        A page in a browser can make the name of its own host mean this machine: where no key is
-        asked for, only the names of this machine are answered.
+        A web page can make its own host's name point to this machine, so without a key only this
+        machine's own names are answered.
         """
         self.app, self.limits, self.hosts = app, limits, hosts
         self._most_bytes = max(limits.max_bodies_bytes, limits.max_body_bytes)
@@ -49,7 +49,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            # there are no web sockets here; a lifespan is the app's own
+            # there are no web sockets here; the lifespan belongs to the app
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
             return
@@ -74,7 +74,7 @@ class Gate:
             self._num_bytes -= len(body)
 
     def _check_head(self, scope: Scope) -> None:
-        # h11 has a limit only for a head that is not complete
+        # h11 only limits a head that is still incomplete
         most = self.limits.max_header_bytes
         size = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
         size += sum(len(name) + len(value) for name, value in scope["headers"])
@@ -96,7 +96,7 @@ class Gate:
         if self._key is None:
             return
         scheme, _, shown = headers.get(b"authorization", b"").partition(b" ")
-        # digests have one length, and are compared in a time that does not depend on them
+        # digests have one length, and comparing them takes constant time
         fits = hmac.compare_digest(_digest(shown.strip()), self._key)
         if scheme.lower() != b"bearer" or not fits:
             raise StatusError(
@@ -143,12 +143,12 @@ class Gate:
 
 
 class PlainJSON(Response):
-    """JSON text that is encoded whatever characters are in it."""
+    """JSON text that can always be encoded."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """A character that UTF-8 has not, half of a pair, becomes a question mark."""
+        """Half of a surrogate pair, which UTF-8 lacks, becomes a question mark."""
         return content.encode("utf-8", "replace")
 
 
@@ -166,14 +166,14 @@ def close_with(problem: ServeError) -> Response:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body at once, then whatever else comes: that the client has gone."""
-    is_told = False
+    """The body at once, then later messages: that the client has gone."""
+    is_sent = False
 
     async def read() -> Message:
-        nonlocal is_told
-        if is_told:
+        nonlocal is_sent
+        if is_sent:
             return await receive()
-        is_told = True
+        is_sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return read

@@ -1,7 +1,7 @@
 """One of the models that are served, with the worker that runs it.
 
-Owns what a request needs of its model before it is put in line: tokens of its prompt, and whether
-they fit. Does not know routes, nor the other models.
+Owns what a request needs from its model before it is put in line: the prompt's tokens, and whether
+they fit. Does not know routes or other models.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from depthmix.serve.problems import RefusedError
 from depthmix.serve.shapes import ChatMessage, ModelCard
 from depthmix.serve.worker import Worker
 
-# what is larger than this many characters, or items, takes milliseconds
+# more characters, or items, than this take milliseconds
 LONG = 4096
 
 Result = TypeVar("Result")
 
 
 async def run_sized(size: int, work: Callable[[], Result]) -> Result:
-    """Do some work; if it is long, in a thread, so that other requests need not wait for it."""
+    """Do some work, in a thread if it is long, so that other requests need not wait."""
     return work() if size < LONG else await asyncio.to_thread(work)
 
 
@@ -61,19 +61,19 @@ class Lane:
                 f"'{self.model.name}' has no chat template: use /v1/completions",
                 code="no_chat_template",
             )
-        told = [message.read() for message in messages]
+        texts = [message.read() for message in messages]
 
         def encode() -> list[int]:
             try:
-                text = render_chat(chat, told, add_generation_prompt=True)
+                text = render_chat(chat, texts, add_generation_prompt=True)
             except jinja2.TemplateError as error:
                 raise RefusedError(
                     f"the chat template does not take these messages: {error}", param="messages"
                 ) from error
             return self._encode_text(text, begin=False)
 
-        # a template may do much for each message
-        size = sum(64 + len(each["content"]) for each in told)
+        # a template does some work for each message
+        size = sum(64 + len(each["content"]) for each in texts)
         tokens = await run_sized(size, encode)
         self._check_length(tokens)
         return tokens
@@ -85,7 +85,7 @@ class Lane:
         return max(1, min(config.max_seq_len, room) - num_prompt + 1)
 
     def make_card(self) -> ModelCard:
-        """What clients learn about the model."""
+        """What clients can learn about the model."""
         model = self.model
         return ModelCard(
             id=model.name,

@@ -1,7 +1,7 @@
 """Counts and times for Prometheus.
 
 Owns the names of the metrics. Those of a model are in a registry of their own, so that several
-models or servers in a process do not meet. Does not know who counts.
+models or servers in a process do not meet. Does not know what is counted when.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,21 +20,23 @@ REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 
 
 class Metrics:
-    """Everything that is counted of a model; each may be changed from any thread."""
+    """Everything that is counted for a model, from any thread."""
 
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
 
-        def count(name: str, told: str, *labels: str) -> Counter:
-            return Counter(f"depthmix_{name}", told, labels, registry=registry)
+        def count(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(f"depthmix_{name}", help_text, labels, registry=registry)
 
-        def gauge(name: str, told: str) -> Gauge:
-            return Gauge(f"depthmix_{name}", told, registry=registry)
+        def gauge(name: str, help_text: str) -> Gauge:
+            return Gauge(f"depthmix_{name}", help_text, registry=registry)
 
-        def time(name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"depthmix_{name}_seconds", told, registry=registry, buckets=buckets)
+        def time(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(
+                f"depthmix_{name}_seconds", help_text, registry=registry, buckets=buckets
+            )
 
         self.requests = count("requests", "Requests by how they ended.", "endpoint", "outcome")
         self.first_token = time(
@@ -78,7 +80,7 @@ class Metrics:
         self.executed.inc(depth.num_visits)
         self.skipped.inc(depth.num_visits_dense - depth.num_visits)
         self.flops.inc(depth.flops)
-        # routers cost something: where nothing is skipped, less than nothing is saved
+        # routers cost something, so a model that skips nothing saves less than nothing
         self.flops_saved.inc(max(0, depth.dense_flops - depth.flops))
 
 
@@ -92,8 +94,8 @@ class _Joined(Collector):
         joined: dict[str, Metric] = {}
         for name, metrics in self.named.items():
             for family in metrics.registry.collect():
-                told = (family.name, family.documentation, family.type)
-                whole = joined.setdefault(family.name, Metric(*told))
+                about = (family.name, family.documentation, family.type)
+                whole = joined.setdefault(family.name, Metric(*about))
                 whole.samples += [
                     sample._replace(labels={"model": name, **sample.labels})
                     for sample in family.samples

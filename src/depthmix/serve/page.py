@@ -33,6 +33,6 @@ def _prepare() -> tuple[str, dict[str, str]]:
         "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
-        # another release has another page
+        # the page changes with the release
         "Cache-Control": "no-cache",
     }

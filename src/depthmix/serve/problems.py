@@ -1,7 +1,7 @@
 """Errors as a client sees them: a sentence, in the shape of OpenAI's errors.
 
-Owns the kinds of problems and their status codes. A sentence says what to do, and nothing of the
-server's inside: that goes to its log.
+Owns the kinds of problems and their status codes. A sentence says what to do, and nothing about
+the server's internals, which go to its log.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ class ServeError(Exception):
     kind = "server_error"
     code: str | None = None
     outcome = "failed"
-    """As it is counted."""
+    """Its name in the metrics."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class ServeError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """What goes with it."""
+        """Headers of the answer."""
         return {"Retry-After": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
 
     def to_dict(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class ServeError(Exception):
 
 
 class RefusedError(ServeError):
-    """The request cannot be done, now or later."""
+    """The request can never succeed."""
 
     status, kind, outcome = 400, "invalid_request_error", "refused"
 
@@ -55,13 +55,13 @@ class StatusError(RefusedError):
 
 
 class BusyError(ServeError):
-    """Too many requests wait already."""
+    """Too many requests are waiting."""
 
     status, kind, code, outcome = 429, "rate_limit_error", "queue_full", "overloaded"
 
 
 class UnavailableError(ServeError):
-    """The server loads, drains or is broken."""
+    """The server is loading, draining or broken."""
 
     status, kind, code, outcome = 503, "service_unavailable", "unavailable", "unavailable"
 

@@ -1,7 +1,7 @@
 """The server's process: its socket, connections that are too slow, and how it ends.
 
-Owns who may listen where, and what signals mean: the first SIGTERM or Ctrl-C stops admission and
-lets requests finish, a second one ends at once. Does not know routes.
+Owns the addresses to listen on, and what signals mean: the first SIGTERM or Ctrl-C stops admission
+and lets requests finish, a second one ends at once. Does not know routes.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from depthmix.serve.worker import Worker
 from depthmix.world import choose_device
 
 KEY_VARIABLE = "DEPTHMIX_API_KEY"
-# time for answers that are computed to be sent, once requests have finished
+# time to send the last answers after all requests have finished
 FLUSH_SECONDS = 5
 
 
@@ -56,7 +56,7 @@ class TimedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyrefly: ignore
         """Wait for the first request, if there is room for the connection."""
         super().connection_made(transport)
-        # an answer that is not read counts from its first byte, however short it is
+        # the timer runs for any unread byte, also for short answers
         transport.set_write_buffer_limits(0)
         if len(self.connections) > self.limits.max_connections:
             full = UnavailableError("there are too many connections: try again later")
@@ -72,7 +72,7 @@ class TimedProtocol(H11Protocol):
             self._stop_request()
 
     def send_400_response(self, msg: str) -> None:
-        """What cannot be read, in the shape of all errors."""
+        """The answer to invalid HTTP, in the shape of all errors."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             # an answer has begun
             self.transport.close()
@@ -90,14 +90,14 @@ class TimedProtocol(H11Protocol):
         self.transport.close()
 
     def pause_writing(self) -> None:
-        """The client has not read everything: it has some time to."""
+        """The client has not read everything: limit the time it may take."""
         super().pause_writing()
         if self._write_timer is None:
             wait = self.limits.write_seconds
             self._write_timer = self.loop.call_later(wait, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has."""
+        """The client has read everything."""
         super().resume_writing()
         self._stop_write()
 
@@ -124,7 +124,7 @@ class TimedProtocol(H11Protocol):
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that finishes what it has begun before it ends, and then ends well."""
+    """A server that finishes its requests before it ends, and exits with 0."""
 
     def __init__(self, config: uvicorn.Config, workers: Sequence[Worker], limits: Limits) -> None:
         super().__init__(config)
@@ -144,7 +144,7 @@ class DrainingServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn does, but without raising them again: being stopped is not a failure."""
+        """As uvicorn does, but without raising them again, as being stopped is not a failure."""
         before: dict[int, Any] = {}
         # only the main thread has signals
         with suppress(ValueError):
@@ -157,17 +157,17 @@ class DrainingServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal is a wish, a second one an order."""
+        """Drain at the first signal, end at once at the second."""
         self._num_signals += 1
         if self._num_signals > 1:
-            # as if it had never been caught
+            # as if it had no handler
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
         elif self.loop is not None:
             self.loop.call_soon_threadsafe(self.begin_drain)
 
     def begin_drain(self) -> None:
-        """Take no more requests, and end when those that run have."""
+        """Take no more requests, and end when the running ones have ended."""
         self._tasks.append(asyncio.ensure_future(self._drain()))
 
     async def _drain(self) -> None:
@@ -177,7 +177,7 @@ class DrainingServer(uvicorn.Server):
             async with asyncio.timeout(self.limits.drain_seconds):
                 for worker in self.workers:
                     await worker.wait_idle()
-        # tell the remaining clients
+        # the remaining clients get an error
         await asyncio.gather(*(worker.stop() for worker in self.workers))
         self.should_exit = True
 
@@ -232,7 +232,7 @@ def serve_models(
 ) -> None:
     """Serve models until a signal, the first as the default; raises what kept one from loading.
 
-    Listens first, so that clients are asked to wait while models are loaded.
+    Listens first, so that clients get an answer while models are loaded.
     """
     names = [offer.model.name for offer in offers]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -259,7 +259,7 @@ def serve_models(
 
 
 def take_turns(loads: Sequence[Callable[[], Engine]]) -> list[Callable[[], Engine]]:
-    """The same functions, of which one runs at a time, and all return when the last one is done.
+    """The same functions, but one runs at a time, and all return when the last one is done.
 
     A GPU records the steps of one engine only while nothing else runs there.
     """
@@ -270,10 +270,10 @@ def take_turns(loads: Sequence[Callable[[], Engine]]) -> list[Callable[[], Engin
             with turn:
                 engine = load()
         except BaseException:
-            # let the others stop waiting for a load that will never come
+            # the others must not wait for a load that will never end
             together.abort()
             raise
-        # another one's failure ends the server
+        # a failed load ends the server
         with suppress(threading.BrokenBarrierError):
             together.wait()
         return engine
@@ -286,16 +286,16 @@ def make_server(app: Any, workers: Sequence[Worker], limits: Limits) -> Draining
     config = uvicorn.Config(
         app,
         http=partial(TimedProtocol, limits),  # pyrefly: ignore
-        # neither of the two is spoken here
+        # no web sockets
         ws="none",
         loop="asyncio",
         log_level="warning",
-        # neither prompts nor addresses are logged
+        # prompts and addresses are not logged
         access_log=False,
         server_header=False,
         proxy_headers=False,
         h11_max_incomplete_event_size=limits.max_header_bytes,
-        # uvicorn counts whole seconds here, asyncio does not mind
+        # uvicorn declares whole seconds, but asyncio takes fractions
         timeout_keep_alive=limits.idle_seconds,  # pyrefly: ignore
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
@@ -323,11 +323,11 @@ def load_engine(
 
 
 def describe_model(stored: StoredModel, name: str | None) -> ServedModel:
-    """What answers tell of a model; its name is its folder's unless one is given."""
-    told = name or stored.path.resolve().name
+    """What answers say about a model; its name defaults to its folder's."""
+    shown = name or stored.path.resolve().name
     # a folder's name may be any bytes, an answer may not
-    told = told.encode("utf-8", "replace").decode()
-    return ServedModel(told, stored.config, stored.vocabulary, stored.chat, int(time.time()))
+    shown = shown.encode("utf-8", "replace").decode()
+    return ServedModel(shown, stored.config, stored.vocabulary, stored.chat, int(time.time()))
 
 
 def read_key(file: Path | None) -> str | None:
@@ -341,7 +341,7 @@ def read_key(file: Path | None) -> str | None:
 
 
 def check_exposure(host: str, key: str | None, *, no_auth: bool) -> None:
-    """Refuse to listen to others without a key, unless that is what is wanted."""
+    """Refuse to listen beyond this machine without a key, unless --no-auth allows it."""
     if key is None and not no_auth and not is_loopback(host):
         raise ValueError(
             f"--host {host} is open to others: give a key by --api-key-file or {KEY_VARIABLE}, or "
@@ -360,7 +360,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket at an address; asks early, before the model takes its time to load."""
+    """A socket at an address; bound early, as the model takes time to load."""
     if not 0 <= port < 1 << 16:
         raise ValueError(f"--port {port} must lie between 0 and 65535")
     try:

@@ -2,7 +2,7 @@
 
 Owns which parameters there are, what they may be, and the sentence for those that are not. A
 parameter that is not supported is refused by its name and never ignored; null is the same as
-leaving it out. Knows nothing of the engine but the wishes that it takes.
+leaving it out. Knows nothing of the engine but its `SamplingParams`.
 """
 
 import math
@@ -32,12 +32,12 @@ from depthmix.serve.limits import (
 )
 from depthmix.serve.problems import RefusedError
 
-# OpenAI's default for completions; a chat goes on to its end
+# OpenAI's default for completions; chats have none
 COMPLETION_TOKENS = 16
 
 
 def read_ids(value: Any) -> list[int]:
-    """Token ids; checked by hand, as a complaint about each of a million items is no help."""
+    """Token ids; checked by hand to get one error, not one for each of a million items."""
     if isinstance(value, list) and all(type(item) is int for item in value):
         return value
     raise PydanticCustomError("ids", "must be a list of token ids")
@@ -97,7 +97,7 @@ Real = Annotated[float, Field(allow_inf_nan=False)]
 def take_field(name: str, **other: int) -> Any:
     """A field with the default and the bounds that the engine has for it, or `other` bounds."""
     (field,) = (field for field in fields(SamplingParams) if field.name == name)
-    # a type that may be None has them one level down
+    # in a union with None they are one level down
     kinds = (field.type, *get_args(field.type))
     metadata = [each for kind in kinds for each in getattr(kind, "__metadata__", ())]
     (bounds,) = (each for each in metadata if isinstance(each, Bounds))
@@ -108,14 +108,14 @@ def take_field(name: str, **other: int) -> Any:
 
 
 class WishShape(BaseModel):
-    """What every request has: strict types, and no name that is not known."""
+    """What all requests share: strict types, and only known names."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def drop_nulls(cls, tree: Any) -> Any:
-        """Null is the same as nothing; a name that is not known is refused at once."""
+        """Treat null as missing, and refuse unknown names."""
         if not isinstance(tree, Mapping):
             raise PydanticCustomError("shape", "must be a JSON object")
         given = {name: value for name, value in tree.items() if value is not None}
@@ -124,7 +124,7 @@ class WishShape(BaseModel):
             raise PydanticCustomError(
                 "unsupported",
                 "the parameter '{name}' is not supported: leave it out",
-                # half of a pair of characters is a name in JSON, and breaks what shows it
+                # JSON names may hold half of a surrogate pair, which cannot be encoded
                 {"name": str(unknown)[:100].encode("utf-8", "replace").decode()},
             )
         return given
@@ -135,7 +135,7 @@ class StreamOptions(WishShape):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Say in every piece how many tokens there are so far."""
+    """Put the number of tokens so far into every piece."""
 
 
 class SamplingShape(WishShape):
@@ -159,11 +159,11 @@ class SamplingShape(WishShape):
     stream: bool = False
     stream_options: StreamOptions | None = None
     depth: bool = False
-    """Tell each token's path through the routed blocks."""
+    """Return each token's path through the routed blocks."""
 
     @model_validator(mode="after")
     def check_stream_options(self) -> "SamplingShape":
-        """They are about a stream."""
+        """Stream options need a stream."""
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError(
                 "unsupported",
@@ -174,7 +174,7 @@ class SamplingShape(WishShape):
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether the prompts' own log-probabilities are asked for."""
+        """Whether the prompts' own log-probabilities are requested."""
         return False
 
     @property
@@ -196,9 +196,9 @@ class SamplingShape(WishShape):
         return self.max_tokens
 
     def make_params(self, *, room: int, end_tokens: Sequence[int]) -> SamplingParams:
-        """The same wishes as the engine takes them; `room` is the limit if the request sets none.
+        """The request as the engine takes it; `room` is the limit if the request sets none.
 
-        The engine draws one token at least: of none, `Draft` shows none.
+        The engine draws at least one token; if none is wanted, `Draft` hides it.
         """
         count = self.count_tokens()
         ends = () if self.ignore_eos else end_tokens
@@ -233,7 +233,7 @@ class CompletionWish(SamplingShape):
 
     @model_validator(mode="after")
     def check_echo(self) -> "CompletionWish":
-        """Nothing at all is no answer."""
+        """Refuse a request for an empty answer."""
         if self.max_tokens == 0 and not self.echo:
             raise PydanticCustomError(
                 "unsupported",
@@ -244,7 +244,7 @@ class CompletionWish(SamplingShape):
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether the prompts' own log-probabilities are asked for."""
+        """Whether the prompts' own log-probabilities are requested."""
         return self.echo and self.logprobs is not None
 
     def count_logprobs(self) -> int | None:
@@ -257,7 +257,7 @@ class CompletionWish(SamplingShape):
 
 
 class TextPart(WishShape):
-    """A part of a message; only text is understood."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -300,7 +300,7 @@ class ChatWish(SamplingShape):
 
     @model_validator(mode="after")
     def check_top_logprobs(self) -> "ChatWish":
-        """They are returned beside the token's own."""
+        """Alternatives need the token's own log-probability."""
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError(
                 "unsupported", "'{name}' needs logprobs: set it to true", {"name": "top_logprobs"}
@@ -327,7 +327,7 @@ class TokenizeWish(WishShape):
 
     @model_validator(mode="after")
     def check_one(self) -> "TokenizeWish":
-        """One of the two."""
+        """Require exactly one of the two."""
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("choice", "give either prompt or messages")
         return self
@@ -359,7 +359,7 @@ class TokenUsage(BaseModel):
     completion_tokens: int
     total_tokens: int
     depth: DepthUsage | None
-    """Known at the end."""
+    """None until the end."""
 
 
 class TokenPaths(BaseModel):
@@ -411,7 +411,7 @@ class CompletionAnswer(BaseModel):
 
 
 class TopLogprob(TypedDict):
-    """A token that could have been; a plain dict, as an answer may have a million of them."""
+    """An alternative; a plain dict, as an answer may have a million of them."""
 
     token: str
     logprob: float
@@ -431,7 +431,7 @@ class ChatLogprobs(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """What the model said."""
+    """The model's answer."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -539,7 +539,7 @@ class HealthAnswer(BaseModel):
     running: int
     waiting: int
     failed_steps: int
-    """In a row, until now."""
+    """The current number in a row."""
     message: str | None = None
 
 
@@ -549,19 +549,19 @@ def encode_shape(shape: BaseModel) -> bytes:
 
 
 def explain_errors(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
-    """The first complaint about a request, as a sentence that names the parameter."""
+    """The first error of a request, as a sentence that names the parameter."""
     error = errors[0]
-    # the first part says that it was the body, and the last ones may be a type's name
+    # the first part is always 'body', and the last ones may name a type
     parts = [str(part) for part in error["loc"][1:]]
-    kind, told = error["type"], str(error["msg"])
+    kind, sentence = error["type"], str(error["msg"])
     if kind == "json_invalid":
         return RefusedError("the body is not valid JSON: check its quotes, commas and brackets")
     if kind == "unsupported":
-        return RefusedError(told, param=error["ctx"]["name"], code="unsupported_parameter")
+        return RefusedError(sentence, param=error["ctx"]["name"], code="unsupported_parameter")
     if not parts:
         whole = "the body must be a JSON object, sent as application/json"
-        return RefusedError(told if kind == "choice" else whole)
+        return RefusedError(sentence if kind == "choice" else whole)
     name = ".".join(parts)[:200]
     if kind == "missing":
         return RefusedError(f"'{name}' is missing: it is required", param=parts[0])
-    return RefusedError(f"'{name}' does not fit: {told}", param=parts[0])
+    return RefusedError(f"'{name}' does not fit: {sentence}", param=parts[0])

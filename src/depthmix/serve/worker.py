@@ -30,7 +30,7 @@ from depthmix.serve.problems import (
 
 State = Literal["loading", "ready", "draining", "broken", "stopped"]
 
-# this many failed steps in a row are no accident: /health then asks for attention
+# after so many failed steps in a row, /health answers 503
 MOST_FAILURES = 3
 JOIN_SECONDS = 5.0
 
@@ -44,8 +44,8 @@ SORRY = {
 logger = logging.getLogger("depthmix.serve")
 
 
-class Told(NamedTuple):
-    """An event of the engine, as a request hears it."""
+class ChoiceEvent(NamedTuple):
+    """An event of the engine, with the request's own numbering."""
 
     choice: int
     """Which of the request's samples, all prompts' together."""
@@ -61,7 +61,7 @@ class Scored(NamedTuple):
 
 
 class Job:
-    """A client's request: some prompts with the same wishes. Belongs to the server's loop."""
+    """A client's request: prompts with the same parameters. Belongs to the server's loop."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Job:
         self.num_open = self.num_samples = len(prompts) * params.n + self.num_scores
         """Samples that have not ended, and prompts to be scored: each counts as one."""
         self.start_seconds = time.monotonic()
-        self._news: list[Told] = []
+        self._news: list[ChoiceEvent] = []
         self._problem: ServeError | None = None
         self._begun, self._bell = asyncio.Event(), asyncio.Event()
 
@@ -102,7 +102,7 @@ class Job:
         if self._problem is not None and not (self._news and self.is_scored):
             raise self._problem
 
-    async def read(self) -> list[Told]:
+    async def read(self) -> list[ChoiceEvent]:
         """What is new, as soon as there is something; empty at the end. Raises what went wrong."""
         while not self._news and self._problem is None and not self.is_done:
             self._bell.clear()
@@ -115,7 +115,7 @@ class Job:
     def _hear(self, news: "_Word") -> int:
         """Take the worker's news; returns how many samples ended with it."""
         num_before = self.num_open
-        if isinstance(news, Told):
+        if isinstance(news, ChoiceEvent):
             # most are of this kind
             self._news.append(news)
             self.num_open -= news.event.result is not None
@@ -150,7 +150,7 @@ class _Order(NamedTuple):
     job: Job | None = None
 
 
-_Word = Told | Scored | ServeError | None
+_Word = ChoiceEvent | Scored | ServeError | None
 _News = tuple[Job, _Word]
 
 
@@ -250,7 +250,7 @@ class Worker:
         self.drain()
         self._orders.put(_Order("stop"))
         await asyncio.to_thread(self._thread.join, JOIN_SECONDS)
-        # what it reported last
+        # deliver its last news
         await asyncio.sleep(0)
 
     # below: the thread
@@ -279,7 +279,7 @@ class Worker:
 
     def _enter(self, state: State) -> None:
         with self._entering:
-            # who drains meanwhile does not become ready again
+            # a worker that drains does not become ready again
             if not (state == "ready" and self.state == "draining"):
                 self.state = state
         self._post([])
@@ -402,7 +402,7 @@ class Worker:
                     prompt.first_seconds[event.sample] = now
                     metrics.first_token.observe(now - start)
             choice = prompt.number * prompt.job.params.n + event.sample
-            news.append((prompt.job, Told(choice, event)))
+            news.append((prompt.job, ChoiceEvent(choice, event)))
             if event.result is None:
                 continue
             metrics.add_depth(event.result.depth)
@@ -439,8 +439,8 @@ class Worker:
     # in the loop again
 
     def _deliver(self, news: Sequence[_News], then: Callable[[], None] | None) -> None:
-        for job, told in news:
-            self.num_open -= job._hear(told)
+        for job, word in news:
+            self.num_open -= job._hear(word)
             if job.is_done:
                 self._jobs.discard(job)
         if then is not None:
