@@ -194,7 +194,7 @@ def test_the_default_corpus_is_made_once(
     [
         (
             ["sweep"],
-            "name one plan: capacity-frequency, controls, experts, isoflop, knobs, placement, "
+            "name one plan: capacity-frequency, controls, experts, isoflop, knobs, memory, placement, "
             "replication, shapes, or a .toml",
         ),
         (["sweep", "isoflop", "controls"], "name one plan"),

@@ -121,8 +121,8 @@ def test_unknown_scales(tree: dict[str, Any]) -> None:
 
 
 def test_plans_by_name(tmp_path: Path) -> None:
-    names = ["capacity-frequency", "controls", "experts", "isoflop", "knobs", "placement"]
-    names += ["replication", "shapes"]
+    names = ["capacity-frequency", "controls", "experts", "isoflop", "knobs", "memory"]
+    names += ["placement", "replication", "shapes"]
     assert plan_names() == names
     with pytest.raises(ValueError, match=r"no plan 'isoflops'\. Did you mean 'isoflop'"):
         load_plan("isoflops")
@@ -233,6 +233,7 @@ def test_overrides_that_do_not_fit(
         ("controls", 9, 30),
         ("experts", 4, 45),
         ("knobs", 17, 42),
+        ("memory", 11, 84),
         ("placement", 5, 7),
         ("replication", 4, 10),
     ],
