@@ -1,5 +1,6 @@
 """The command line: what it prints, how it fails, and what it does not load."""
 
+import inspect
 import json
 import os
 import re
@@ -15,10 +16,12 @@ import torch
 import depthmix
 from depthmix.cli import main
 from depthmix.cli.arguments import SECTIONS
+from depthmix.cli.demo import demo
 from depthmix.config import ModelConfig, Recipe, RunConfig, load_preset, preset_names
 from depthmix.config.fields import document_fields
 from depthmix.report import describe
 from depthmix.runs.folder import RunDir
+from depthmix.units import format_power
 from tiny_runs import MODEL, RECIPE, read_tree, write_data
 
 
@@ -253,6 +256,12 @@ def test_help_fits_a_narrow_terminal(verb: str, capsys: pytest.CaptureFixture[st
     examples = [line for line in helped.splitlines() if line.startswith("    depthmix")]
     counts = {"prepare": 1, "train": 4, "runs": 0, "upcycle": 3, "eval": 3}
     assert len(examples) == counts[verb]
+
+
+def test_the_demos_budget_is_written_as_a_power(capsys: pytest.CaptureFixture[str]) -> None:
+    flops = inspect.signature(demo).parameters["flops"].default
+    assert main(["demo", "--help"]) == 0
+    assert f"Default: {format_power(flops)}." in squeeze(capsys.readouterr().out)
 
 
 def test_train_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,10 @@ def demo(
     preset: Annotated[
         str, typer.Option(help="A preset or .toml file with routed blocks.", metavar="MODEL")
     ] = "demo",
-    flops: Annotated[float, typer.Option(help="Training FLOPs for each model.")] = 2e12,
+    flops: Annotated[
+        float,
+        typer.Option(help="Training FLOPs for each model. Default: 2e12.", show_default=False),
+    ] = 2e12,
     data: Data = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for both runs. Default: runs/MODEL-TIME.")
