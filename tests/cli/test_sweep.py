@@ -194,8 +194,8 @@ def test_the_default_corpus_is_made_once(
     [
         (
             ["sweep"],
-            "name one plan: capacity-frequency, controls, experts, isoflop, knobs, memory, placement, "
-            "replication, shapes, or a .toml",
+            "name one plan: capacity-frequency, controls, experts, isoflop, knobs, memory, "
+            "placement, replication, shapes, or a .toml",
         ),
         (["sweep", "isoflop", "controls"], "name one plan"),
         (["sweep", "isoflopp"], "there is no plan 'isoflopp'. Did you mean 'isoflop'?"),
