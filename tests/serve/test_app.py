@@ -710,6 +710,29 @@ def test_a_conversation_has_a_longest_length() -> None:
                 one = [{"role": "user", "content": parts}]
                 status, error = await read_error(server, path, messages=one)
                 assert (status, error["param"]) == (400, "messages")
+                assert "at most 4096" in error["message"]
+
+    play(scene())
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (7, "'messages.0.content' does not fit: must be a text or a list of text parts"),
+        ([{"type": "image_url", "image_url": "x"}], "the parameter 'image_url' is not supported"),
+        ([{"type": "image_url"}], "'messages.0.content.parts.0.type' does not fit: Input should"),
+        ([{"type": "text"}], "'messages.0.content.parts.0.text' is missing"),
+        (["a"], "'messages.0.content.parts.0' does not fit: must be a JSON object"),
+    ],
+)
+def test_what_is_wrong_with_a_message_is_named(content: Any, sentence: str) -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+            messages = [{"role": "user", "content": content}]
+            for path in ("/v1/chat/completions", "/tokenize"):
+                status, error = await read_error(server, path, messages=messages)
+                assert status == 400
+                assert error["message"].startswith(sentence)
 
     play(scene())
 

@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     PlainValidator,
+    Tag,
     WithJsonSchema,
     model_validator,
 )
@@ -263,11 +265,27 @@ class TextPart(WishShape):
     text: str
 
 
+def name_content(value: Any) -> str | None:
+    """Which kind of content it is: errors are then about that kind only."""
+    return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
+
+
+Content = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES), Tag("parts")],
+    Discriminator(
+        name_content,
+        custom_error_type="content",
+        custom_error_message="must be a text or a list of text parts",
+    ),
+]
+
+
 class ChatMessage(WishShape):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
+    content: Content
 
     def read(self) -> dict[str, str]:
         """As templates take it."""
