@@ -22,6 +22,7 @@ from depthmix.config.fields import document_fields
 from depthmix.report import describe
 from depthmix.runs.folder import RunDir
 from depthmix.units import format_power
+from text_runs import write_text_run
 from tiny_runs import MODEL, RECIPE, read_tree, write_data
 
 
@@ -104,6 +105,16 @@ def test_describe_reads_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     path.write_text(load_preset("tiny", width=96).to_toml(), encoding="utf-8")
     assert main(["describe", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["config"]["width"] == 96
+
+
+def test_describe_reads_models_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_text_run(tmp_path)
+    config = depthmix.open_model(run).config
+    assert main(["describe", str(run), "routing.capacity=0.5", "--json"]) == 0
+    [model] = json.loads(capsys.readouterr().out)
+    assert ModelConfig.from_dict(model["config"]) == config.override({"routing.capacity": 0.5})
+    assert main(["describe", str(tmp_path / "data")]) == 2
+    assert "is not a model" in capsys.readouterr().err
 
 
 def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,8 @@
-"""`depthmix describe`: show models in numbers. Does not load torch."""
+"""`depthmix describe`: show models in numbers. Loads torch for models on disk only."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +15,9 @@ from depthmix.cli.arguments import (
     split_arguments,
 )
 
+if TYPE_CHECKING:
+    from depthmix.config import ModelConfig
+
 
 @app.command(cls=FieldsCommand, context_settings=FIELDS_ALLOWED)
 def describe(
@@ -20,7 +25,7 @@ def describe(
         list[str] | None,
         typer.Argument(
             metavar="MODEL|FIELD=VALUE",
-            help="Presets or .toml files to show, and fields to change in all of them.",
+            help="Presets, .toml files or folders of models, and fields to change in all of them.",
             show_default=False,
         ),
     ] = None,
@@ -34,7 +39,6 @@ def describe(
 
     For example: depthmix describe 60m-dense 60m-mod routing.capacity=0.25
     """
-    from depthmix.config import load_config
     from depthmix.report.describe import describe_model, print_tables, to_json
 
     names, overrides = split_arguments(arguments or [])
@@ -43,10 +47,21 @@ def describe(
             "name at least one model to describe: 'depthmix presets' lists the presets"
         )
     with name_flags("seq_len"):
-        models = [describe_model(name, load_config(name, overrides), seq_len) for name in names]
+        models = [describe_model(name, read_model(name, overrides), seq_len) for name in names]
     if as_json:
         print(to_json(models))
     else:
         from rich.console import Console
 
         print_tables(models, Console())
+
+
+def read_model(name: str, overrides: Mapping[str, Any]) -> "ModelConfig":
+    """The configuration of a preset, of a .toml file, or of a model on disk."""
+    if Path(name).is_dir():
+        from depthmix.models import open_model
+
+        return open_model(name).config.override(overrides)
+    from depthmix.config import load_config
+
+    return load_config(name, overrides)
