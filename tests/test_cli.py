@@ -110,6 +110,7 @@ def test_describe_reads_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_describe_reads_models_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_text_run(tmp_path)
     config = depthmix.open_model(run).config
+    capsys.readouterr()
     assert main(["describe", str(run), "routing.capacity=0.5", "--json"]) == 0
     [model] = json.loads(capsys.readouterr().out)
     assert ModelConfig.from_dict(model["config"]) == config.override({"routing.capacity": 0.5})
