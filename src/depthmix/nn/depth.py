@@ -262,4 +262,5 @@ class MixtureOfDepths(nn.Module):
         at = skipped_BT.nonzero(as_tuple=True)
         if len(at[0]) == 0:
             return x
-        return x.index_put(at, self.bypass(x[at], found[at]), accumulate=True)
+        added = self.bypass(x[at][None], found[at][None])[0]
+        return x.index_put(at, added, accumulate=True)

@@ -49,8 +49,8 @@ class Lookup(nn.Module):
         self.gate = Router(width, normalize=True, init_std=0.0)
 
     def forward(
-        self, x: Float[Tensor, "*rows D"], found: Float[Tensor, "*rows W"]
-    ) -> Float[Tensor, "*rows D"]:
+        self, x: Float[Tensor, "B T D"], found: Float[Tensor, "B T W"]
+    ) -> Float[Tensor, "B T D"]:
         factor = 1 + torch.tanh(self.gate(x))
         return (factor * self.projection(found.to(x.dtype))).to(x.dtype)
 

@@ -148,9 +148,14 @@ def test_kernels_are_used_only_for_what_they_know() -> None:
     assert find_shape_obstacle(make_config("mod"), torch.float32) is None
     told = find_shape_obstacle(make_config("mod_kv"), torch.float32)
     assert told == "kernels do not support its routing.kv_capacity = 0.5"
+    for name in ("dense_memory", "mod_memory", "mod_lookup"):
+        told = find_shape_obstacle(make_config(name), torch.float32)
+        assert told == "it has a memory of n-grams"
     # a new field needs a decision here: kernels support it, or models with it do not use them
-    names = {n for n in fields.flatten(ModelConfig().to_dict()) if not n.startswith("experts.")}
+    sections = ("experts.", "memory.")
+    names = {n for n in fields.flatten(ModelConfig().to_dict()) if not n.startswith(sections)}
     assert names - KNOWN_FIELDS == {
+        "routing.bypass",
         *("routing.kv_capacity", "routing.noise_gate", "routing.bias_rate"),
         *("routing.place_factor", "residual_mix", "value_embedding"),
     }
