@@ -383,10 +383,13 @@ def test_broken_logits_give_a_token_and_leave_the_other_rows_alone(
         [[1.0, 2.0, 0.0], [nan, 2.0, nan], [nan] * 3, [-INF] * 3, [0.0, INF, 0.0]]
     )
     params = SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
+    params = replace(params, frequency_penalty=0.1)
+    # in the prompt, and generated once
+    seen = 3 * (logits > 1).int()
     case = make_settings([params] * 5, [0] * 5, [0] * 5)
-    drawn = sample(logits, case, logits > 1, filtered=filtered)
+    drawn = sample(logits, case, seen, filtered=filtered)
     assert drawn.token[1:].tolist() == [1, 0, 0, 1]
-    alone = sample(logits[:1], Settings(*(t[:1] for t in case)), logits[:1] > 1, filtered=filtered)
+    alone = sample(logits[:1], Settings(*(t[:1] for t in case)), seen[:1], filtered=filtered)
     assert drawn.token[0] == alone.token[0]
     assert drawn.logprob[0].isfinite()
     assert drawn.logprob[1:].isnan().all()
@@ -398,7 +401,7 @@ def test_no_rows_and_one_token(filtered: bool) -> None:
     assert none.token.shape == none.logprob.shape == (0,)
     params = SamplingParams(top_k=3, top_p=0.5, min_p=1.0, repetition_penalty=2.0)
     case = make_settings([params] * 2, [0, 1], [0, 0])
-    one = sample(torch.tensor([[3.0], [-5.0]]), case, torch.ones(2, 1).bool(), filtered=filtered)
+    one = sample(torch.tensor([[3.0], [-5.0]]), case, torch.ones(2, 1).int(), filtered=filtered)
     assert one.token.tolist() == [0, 0]
     assert one.logprob.tolist() == [0.0, 0.0]
 
@@ -525,7 +528,7 @@ def test_whether_params_penalize(name: str) -> None:
             {"frequency_penalty": 2.1},
             "frequency_penalty = 2.1 must lie between -2 and 2: 0 changes nothing",
         ),
-        ({"presence_penalty": "0"}, "presence_penalty = '0' does not fit: it must be a number"),
+        ({"presence_penalty": True}, "presence_penalty = True does not fit: it must be a number"),
         ({"logprobs": -1}, "logprobs = -1 must be 0 or more"),
         ({"stop_tokens": [4, -1]}, "stop_tokens = -1 must be 0 or more"),
         ({"stop": ["a", ""]}, "stop must not contain an empty string"),
