@@ -186,7 +186,8 @@ def test_the_readme_names_the_versions_that_are_tested() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     (torch,) = (line.removeprefix("torch==") for line in lines if line.startswith("torch=="))
     table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert f"with torch {torch.rpartition('.')[0]}, and on a GPU with torch 2.11" in text
+    assert f"on Python 3.11 with torch {torch.rpartition('.')[0]}," in text
+    assert "those for a GPU on Python 3.12 with torch 2.11" in text
     assert "torch>=2.11" in table["dependencies"]
     # each extra has a row, or stands in one
     rows = "\n".join(line for line in text.splitlines() if line.startswith("| `"))
