@@ -10,11 +10,11 @@ from torch import Tensor
 
 from depthmix.config import MemoryConfig
 from depthmix.nn import Cache, MixtureOfDepths, Transformer
+from depthmix.nn.cache import PastIds
 from depthmix.nn.ngrams import (
     NO_TOKEN,
     Lookup,
     NgramTables,
-    PastIds,
     hash_ngrams,
     list_factors,
     list_previous,

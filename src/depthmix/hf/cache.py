@@ -12,8 +12,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from depthmix.config import ModelConfig
 from depthmix.hf.config import LAYER_TYPE
 from depthmix.nn.attention import Place
-from depthmix.nn.cache import LayerCache
-from depthmix.nn.ngrams import PastIds
+from depthmix.nn.cache import LayerCache, PastIds, widen
 
 
 class PastLayer:
@@ -40,9 +39,12 @@ class PastLayer:
         if self.counts is None:
             self.counts = torch.zeros(num_rows, dtype=torch.long, device=device)  # pyrefly: ignore
 
-    def make_past(self, num_rows: int, device: torch.device) -> PastIds:
-        """The ids seen so far, with room for those of the present forward pass."""
-        raise NotImplementedError
+    def make_past(self, num_rows: int, num_positions: int, device: torch.device) -> PastIds:
+        """The ids seen so far, with room for so many of each row."""
+        if self.past is None:
+            self.past = PastIds(num_rows, num_positions, device)
+        self.past.grow(num_positions)
+        return self.past
 
     def make_store(self, keys: Float[Tensor, "B G S H"], num_slots: int) -> LayerCache:
         """Empty room for so many tokens of each row."""
@@ -129,13 +131,6 @@ class DynamicPastLayer(PastLayer, DynamicLayer):
             self.present = torch.cat([before, present], dim=1)
         self.num_seen += num_tokens
 
-    def make_past(self, num_rows: int, device: torch.device) -> PastIds:
-        """The ids seen so far, with room for those of the present forward pass."""
-        if self.past is None:
-            self.past = PastIds(num_rows, self.num_seen, device)
-        self.past.grow(self.num_seen)
-        return self.past
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the store, with room for nothing."""
         self.store = self.make_store(key_states, 0)
@@ -146,7 +141,8 @@ class DynamicPastLayer(PastLayer, DynamicLayer):
             self.num_stored += num_keys
         else:
             self.num_stored = int((store.lengths + source.valid.sum(dim=1)).max())
-        _grow(store, self.num_stored)
+        for name in ("key", "value", "positions"):
+            setattr(store, name, widen(getattr(store, name), self.num_stored))
         self.show(store)
 
     def get_seq_length(self) -> int:
@@ -211,21 +207,14 @@ class StaticPastLayer(PastLayer, StaticLayer):
         super().make_counts(num_rows, device)
         self.cumulative_length = self.cumulative_length.to(device)  # pyrefly: ignore
 
-    def make_past(self, num_rows: int, device: torch.device) -> PastIds:
-        """The ids seen so far, with room for all that may come."""
-        if self.past is None:
-            self.past = PastIds(num_rows, self.max_cache_len, device)
-            if not torch.compiler.is_compiling():
-                torch._dynamo.mark_static_address(self.past.ids)
-        return self.past
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the store, with room for all that may come."""
         self.store = store = self.make_store(key_states, self.max_cache_len)
         self.show(store)
         if not torch.compiler.is_compiling():
             # else a recorded step would copy them each time
-            held = (store.key, store.value, store.positions, store.lengths, self.counts)
+            held = [store.key, store.value, store.positions, store.lengths, self.counts]
+            held += [] if self.past is None else [self.past.ids]
             for tensor in (*held, self.cumulative_length):
                 torch._dynamo.mark_static_address(tensor)
 
@@ -288,7 +277,9 @@ class PastTokens:
         count: int,
     ) -> Int[Tensor, "B T past"]:
         """The ids before each token, nearest first."""
-        past = self.layers[0].make_past(tokens.shape[0], tokens.device)
+        first = self.layers[0]
+        # these tokens have been counted already
+        past = first.make_past(len(tokens), self._find_room(first, 0), tokens.device)
         return past.recall(tokens, positions, present, count)
 
     def _find_room(self, layer: PastLayer, num_tokens: int) -> int:
@@ -303,13 +294,3 @@ def _take(tensor: Tensor, index: Tensor) -> Tensor:
     """Rows of a tensor; in its own memory where it still fits, as recorded steps know that."""
     taken = tensor.index_select(0, index.to(tensor.device))
     return tensor.copy_(taken) if taken.shape == tensor.shape else taken
-
-
-def _grow(store: LayerCache, num_slots: int) -> None:
-    """Make room for so many tokens of each row; the last slot is never used."""
-    missing = num_slots + 1 - store.key.shape[1]
-    if missing > 0:
-        for name in ("key", "value", "positions"):
-            held = getattr(store, name)
-            more = held.new_zeros((held.shape[0], missing, *held.shape[2:]))
-            setattr(store, name, torch.cat([held[:, :-1], more, held[:, -1:]], dim=1))

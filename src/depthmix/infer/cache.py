@@ -17,7 +17,7 @@ from depthmix.config import ModelConfig
 from depthmix.infer.depth import Usage
 from depthmix.infer.pages import Changes, Pages
 from depthmix.nn.attention import Place, attend
-from depthmix.nn.ngrams import PastIds
+from depthmix.nn.cache import PastIds
 
 
 class Span(NamedTuple):

@@ -1,17 +1,18 @@
 """Keys and values of past tokens, with a separate length for every layer and sequence.
 
-A routed block's cache stores only its routed tokens, with their true positions.
+A routed block's cache stores only its routed tokens, with their true positions. Ids of past tokens
+are kept too, for models that look up n-grams.
 """
 
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from depthmix.config import ModelConfig
 from depthmix.nn.attention import Place, attend, make_mask
-from depthmix.nn.ngrams import PastIds
+from depthmix.nn.ngrams import NO_TOKEN
 
 
 class Stored(NamedTuple):
@@ -87,6 +88,47 @@ class LayerCache:
         stored = self.append(key, value, source.positions, source.valid)
         mask = make_mask(place, stored.positions, None, stored.valid)
         return attend(query, stored.key, stored.value, mask)
+
+
+class PastIds:
+    """The ids of each row by position, for models with a memory; padding has none."""
+
+    def __init__(self, num_rows: int, num_positions: int, device: torch.device | str) -> None:
+        # one place more than is ever read: padding is written there
+        shape = (num_rows, num_positions + 1)
+        self.ids = torch.zeros(shape, device=device, dtype=torch.long)
+
+    def recall(
+        self,
+        tokens: Int[Tensor, "B T"],
+        positions: Int[Tensor, "#B T"],
+        present: Bool[Tensor, "B T"] | None,
+        count: int,
+        rows: Int[Tensor, "B T"] | None = None,
+    ) -> Int[Tensor, "B T past"]:
+        """Store these ids, and return the ids before each; `rows` if a row here holds several."""
+        positions = positions.expand_as(tokens)
+        at = positions if present is None else positions.where(present, self.ids.shape[1] - 1)
+        if rows is None:
+            rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+        self.ids[rows, at] = tokens
+        back = torch.arange(1, count + 1, device=tokens.device)
+        before_BTn = positions[..., None] - back
+        ids_BTn = self.ids[rows[..., None], before_BTn.clamp(min=0)]
+        return ids_BTn.where(before_BTn >= 0, NO_TOKEN)
+
+    def grow(self, num_positions: int) -> None:
+        """Make room for more positions."""
+        self.ids = widen(self.ids, num_positions)
+
+
+def widen(held: Shaped[Tensor, "B S *rest"], num_slots: int) -> Shaped[Tensor, "B S2 *rest"]:
+    """Room for `num_slots` slots in each row, and one more, which stays the last."""
+    missing = num_slots + 1 - held.shape[1]
+    if missing <= 0:
+        return held
+    more = held.new_zeros((held.shape[0], missing, *held.shape[2:]))
+    return torch.cat([held[:, :-1], more, held[:, -1:]], dim=1)
 
 
 class Cache:

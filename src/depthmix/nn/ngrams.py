@@ -1,14 +1,14 @@
 """A memory of n-grams: vectors looked up by a hash of the last token ids, not computed.
 
-Owns the tables, which all blocks share, a block's way to read them, and the ids that decoding has
-to remember. Sequences and packed documents never share an n-gram.
+Owns the tables, which all blocks share, and a block's way to read them; the ids that decoding has
+to remember are in `cache`. Sequences and packed documents never share an n-gram.
 """
 
 import hashlib
 from functools import cache
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from depthmix.config import MemoryConfig
@@ -97,38 +97,3 @@ def list_previous(
 def _shift(values: Int[Tensor, "B T"], back: int) -> Int[Tensor, "B T"]:
     head = torch.full_like(values[:, :back], NO_TOKEN)
     return torch.cat([head, values[:, : max(0, values.shape[1] - back)]], dim=1)
-
-
-class PastIds:
-    """The ids of each row by position, for models with a memory; what padding has is not kept."""
-
-    def __init__(self, num_rows: int, num_positions: int, device: torch.device | str) -> None:
-        # one place more than is ever read: what is no token is written there
-        shape = (num_rows, num_positions + 1)
-        self.ids = torch.zeros(shape, device=device, dtype=torch.long)
-
-    def recall(
-        self,
-        tokens: Int[Tensor, "B T"],
-        positions: Int[Tensor, "#B T"],
-        present: Bool[Tensor, "B T"] | None,
-        count: int,
-        rows: Int[Tensor, "B T"] | None = None,
-    ) -> Int[Tensor, "B T past"]:
-        """Store these ids, and return the ids before each; `rows` if a row here holds several."""
-        positions = positions.expand_as(tokens)
-        at = positions if present is None else positions.where(present, self.ids.shape[1] - 1)
-        if rows is None:
-            rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-        self.ids[rows, at] = tokens
-        back = torch.arange(1, count + 1, device=tokens.device)
-        before_BTn = positions[..., None] - back
-        ids_BTn = self.ids[rows[..., None], before_BTn.clamp(min=0)]
-        return ids_BTn.where(before_BTn >= 0, NO_TOKEN)
-
-    def grow(self, num_positions: int) -> None:
-        """Make room for more positions."""
-        missing = num_positions + 1 - self.ids.shape[1]
-        if missing > 0:
-            more = self.ids.new_zeros((self.ids.shape[0], missing))
-            self.ids = torch.cat([self.ids[:, :-1], more, self.ids[:, -1:]], dim=1)

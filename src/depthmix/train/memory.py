@@ -123,10 +123,8 @@ class _Sizes(NamedTuple):
 
     @property
     def lookup(self) -> int:
-        """A memory's projection, the copies for its gate, and three numbers."""
-        width = self.config.width
-        stream = width * self.element
-        return width * self.element + stream + self.router(normalize=True) + 3 * FLOAT32
+        """A memory's reader: its input, its projection, copies for the gate, and three numbers."""
+        return 2 * self.config.width * self.element + self.router(normalize=True) + 3 * FLOAT32
 
     def predictor(self, hidden: int) -> int:
         """A predictor's hidden layer, and one number."""
