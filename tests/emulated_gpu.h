@@ -1,4 +1,4 @@
-// A GPU in slow motion: stands in for hopper.cuh, so that stream.cu runs on a CPU.
+// A GPU in slow motion: stands in for hopper.cuh, so that stream.cu and finish.cu run on a CPU.
 //
 // Every thread of every program is a fiber. A fiber runs until it has to wait for others, so races
 // do not show, but everything else does: who waits for whom, what is read before it arrived, and
@@ -219,6 +219,10 @@ inline void meet_all() {
   emulated::Program& program = *emulated::current->program;
   emulated::meet(program.arrived[1], program.round[1], static_cast<int>(emulated::num_threads));
 }
+
+// kernels run one after the other
+inline void let_next_start() {}
+inline void await_previous() {}
 
 inline void arrive_at(unsigned* counter) {
   ++*counter;

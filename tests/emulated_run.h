@@ -1,11 +1,11 @@
-// Runs the kernel on the emulated GPU; follows stream.cu.
+// Runs the kernel named KERNEL on the emulated GPU; follows its source.
 
 namespace emulated {
 
 static const Task* argument;
 
 static void enter() {
-  stream(*argument);
+  KERNEL(*argument);
   current->done = true;
   progress++;
   yield();

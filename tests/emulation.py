@@ -1,10 +1,10 @@
-"""Runs `stream.cu` on a CPU: compiled for the emulated GPU of `emulated_gpu.h`."""
+"""Runs `stream.cu` and `finish.cu` on a CPU, compiled for the emulated GPU of `emulated_gpu.h`."""
 
 import ctypes
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,13 +17,15 @@ PROGRAMS = 3
 
 
 def compile_emulated(
-    folder: Path, defines: dict[str, int | str], shared_bytes: int
+    folder: Path, name: str, defines: Mapping[str, int | str], shared_bytes: int
 ) -> Callable[[ctypes.Structure, int], None]:
-    """As `stream.compile_stream`, with libraries kept in a folder."""
+    """Compile the kernel of this name, as `nvrtc` does, with libraries kept in a folder."""
     assert COMPILER is not None
-    kernel = Path(stream.__file__).with_name("stream.cu")
-    parts = [HERE / "emulated_gpu.h", kernel, HERE / "emulated_run.h"]
-    source = "".join(f"#define {name} {value}\n" for name, value in defines.items())
+    kernels = Path(stream.__file__).parent
+    parts = [HERE / "emulated_gpu.h", kernels / "ring.cuh", kernels / f"{name}.cu"]
+    parts.append(HERE / "emulated_run.h")
+    defines = {**defines, "KERNEL": name}
+    source = "".join(f"#define {key} {value}\n" for key, value in defines.items())
     source += "".join(path.read_text() for path in parts)
     place = folder / hashlib.sha256(source.encode()).hexdigest()[:16]
     library = place.with_suffix(".so")
@@ -43,3 +45,15 @@ def compile_emulated(
 
 def count_programs(device: torch.device) -> int:
     return PROGRAMS
+
+
+def check_task(kernel: Path, task: type[ctypes.Structure]) -> None:
+    """Check that the argument of a kernel is the same in C++ and here."""
+    fields = kernel.read_text().split("struct Task {")[1].split("};")[0]
+    lines = [line.split("//")[0].strip().rstrip(";") for line in fields.splitlines()]
+    found = [line.replace("*", "* ").split() for line in lines if line]
+    kinds = {"int": "c_int", "float": "c_float"}
+    expected = [
+        (words[-1], "c_void_p" if "*" in "".join(words) else kinds[words[0]]) for words in found
+    ]
+    assert [(name, kind.__name__) for name, kind, *_ in task._fields_] == expected

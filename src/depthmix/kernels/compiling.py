@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -26,6 +27,12 @@ class Kernel(triton.JITFunction):
 
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return super().run(*args, grid=grid, warmup=warmup or _ahead.get(), **options)
+
+
+@functools.cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel can let the next one start before it ends: from Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def is_ahead() -> bool:

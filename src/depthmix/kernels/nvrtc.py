@@ -38,10 +38,13 @@ def compile_kernel(
     *,
     num_threads: int,
     shared_bytes: int,
+    overlaps: bool = False,
 ) -> Launch:
     """Compile a kernel whose only argument is a structure, passed by value; cached per device.
 
-    All programs of a launch are resident at the same time, so they can wait for each other.
+    All programs of a launch are resident at the same time, so they can wait for each other. One
+    that `overlaps` may start while the kernel before it still runs; its programs cannot wait for
+    each other.
     """
     driver = import_module("cuda.bindings.driver")
     major, minor = torch.cuda.get_device_capability(device)
@@ -60,10 +63,14 @@ def compile_kernel(
         config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
         config.sharedMemBytes = shared_bytes
         config.hStream = torch.cuda.current_stream(device).cuda_stream
-        together = driver.CUlaunchAttribute()
-        together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        together.value.cooperative = 1
-        config.attrs, config.numAttrs = [together], 1
+        attribute, kinds = driver.CUlaunchAttribute(), driver.CUlaunchAttributeID
+        if overlaps:
+            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+        else:
+            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+        config.attrs, config.numAttrs = [attribute], 1
         places = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         _check(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(places), 0))
 

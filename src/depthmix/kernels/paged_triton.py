@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from depthmix.kernels.compiling import INTERPRETED, jit
+from depthmix.kernels.compiling import INTERPRETED, can_overlap, jit
 
 # enough programs to saturate an H200's memory: about eight per multiprocessor
 PROGRAMS = 8 if INTERPRETED else 1024
@@ -145,6 +146,7 @@ def _attend_alone(
     page_size: tl.constexpr,
     extra: tl.constexpr,
     clear_empty: tl.constexpr,
+    overlaps: tl.constexpr,
     block_parts: tl.constexpr,
     block_tokens: tl.constexpr,
     block_width: tl.constexpr,
@@ -156,6 +158,9 @@ def _attend_alone(
     key are summed across threads before the end. The last program to finish a head's parts sums
     them, always in the same order.
     """
+    if overlaps:
+        # the next kernel may be one that loads its weights meanwhile
+        gdc_launch_dependents()
     group = tl.program_id(1)
     part = tl.program_id(2)
     column = tl.arange(0, block_width)
@@ -256,6 +261,7 @@ def _attend_grouped(
     page_size: tl.constexpr,
     extra: tl.constexpr,
     clear_empty: tl.constexpr,
+    overlaps: tl.constexpr,
     block_parts: tl.constexpr,
     block_tokens: tl.constexpr,
     block_width: tl.constexpr,
@@ -263,6 +269,8 @@ def _attend_grouped(
     block_heads: tl.constexpr,
 ):
     """The same for several queries that share a key head, by matrix products."""
+    if overlaps:
+        gdc_launch_dependents()
     group = tl.program_id(1)
     part = tl.program_id(2)
     head = tl.arange(0, block_heads)
@@ -434,6 +442,7 @@ def attend_rows(
         page_size,
         extra,
         clear_empty,
+        can_overlap(query.device),
         MOST_PARTS,
     )
     grid = (num_busy, num_groups, num_parts)

@@ -50,7 +50,7 @@ def _emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.getbasetemp()
 
     def compile_stream(defines: dict[str, int | str], device: Any, shared_bytes: int) -> Any:
-        return emulation.compile_emulated(folder, defines, shared_bytes)
+        return emulation.compile_emulated(folder, "stream", defines, shared_bytes)
 
     monkeypatch.setattr(stream, "compile_stream", compile_stream)
     monkeypatch.setattr(stream, "count_programs", emulation.count_programs)
@@ -147,15 +147,7 @@ def test_obstacles(changes: dict[str, Any], message: str) -> None:
 
 def test_the_argument_is_as_the_kernel_has_it() -> None:
     """Names, types and their order."""
-    source = Path(stream.__file__).with_name("stream.cu").read_text()
-    fields = source.split("struct Task {")[1].split("};")[0]
-    lines = [line.split("//")[0].strip().rstrip(";") for line in fields.splitlines()]
-    found = [line.replace("*", "* ").split() for line in lines if line]
-    kinds = {"int": "c_int", "float": "c_float"}
-    expected = [
-        (words[-1], "c_void_p" if "*" in "".join(words) else kinds[words[0]]) for words in found
-    ]
-    assert [(name, kind.__name__) for name, kind in stream.Task._fields_] == expected
+    emulation.check_task(Path(stream.__file__).with_name("stream.cu"), stream.Task)
 
 
 @pytest.mark.gpu

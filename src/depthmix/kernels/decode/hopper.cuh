@@ -115,6 +115,17 @@ __device__ __forceinline__ void meet_threads() {
 }
 __device__ __forceinline__ void meet_all() { __syncthreads(); }
 
+// --- kernels that start before the previous one ends ---------------------------------------------
+
+// from here on, the next kernel may start as soon as its programs find room
+__device__ __forceinline__ void let_next_start() {
+  asm volatile("griddepcontrol.launch_dependents;");
+}
+// wait until the previous kernel has ended and what it wrote can be read
+__device__ __forceinline__ void await_previous() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // --- counters shared by all programs -------------------------------------------------------------
 
 __device__ __forceinline__ void arrive_at(unsigned* counter) {

@@ -19,7 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from depthmix.kernels.compiling import jit
+from depthmix.kernels.compiling import can_overlap, jit
+from depthmix.kernels.decode.finish import Finish, find_obstacle
 from depthmix.kernels.decode.plan import Rules, Weights, find_room, pick_size
 from depthmix.kernels.decode.stages import ROUTER_EPS, apply_gate, gelu
 
@@ -491,12 +492,10 @@ class FewRows:
         self.tunings = {kind: limit_stages(kind, t, room) for kind, t in chosen.items()}
         self.width, self.mlp_width = weights.embedding.shape[1], weights.w_mlp_out.shape[2]
         self.kind_in = "swiglu" if weights.w_in.shape[1] == 2 * self.mlp_width else "gelu"
-        self.num_processors, self.overlaps = FEW_PROCESSORS, False
+        self.num_processors, self.overlaps = FEW_PROCESSORS, can_overlap(device)
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             self.num_processors = properties.multi_processor_count
-            # kernels can start before the previous one ends: from Hopper on
-            self.overlaps = properties.major >= 9
         w_in = weights.predictor_in if rules.selector == "predictor" else None
         self.num_units = 0 if w_in is None else w_in.shape[1]
 
@@ -524,6 +523,9 @@ class FewRows:
         self.shaped = make(num_rows, self.width, dtype=dtype)
         self.more = make(num_rows, self.width)
         self.hidden = make(num_rows, self.mlp_width, dtype=dtype)
+        self.finish = None
+        if rules.routed_layers and find_obstacle(weights, rules) is None:
+            self.finish = Finish(weights, rules, self.more, self.shaped, self.hidden)
 
     def decide(
         self,
@@ -674,6 +676,9 @@ class FewRows:
 
         With `next_norm`, the norm that follows the block, x is prepared for it in `shaped`.
         """
+        if self.finish is not None and next_norm is None:
+            self.finish.run(x, layer, mixed, places.index, places.count, places.gate)
+            return
         weights = self.weights
         norm = weights.norm_mlp[layer]
         w_in, w_mlp_out = weights.w_in[layer], weights.w_mlp_out[layer]

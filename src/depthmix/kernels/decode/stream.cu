@@ -1,21 +1,12 @@
 // Blocks for a few tokens in one launch, with weights prefetched all the time.
 //
-// Each multiprocessor runs one program, which owns a share of the rows of every matrix. One of its
-// warps copies these rows into a ring of shared memory, as far ahead as there is room; the other
-// warps multiply what has arrived. While the programs wait for each other between two products, the
-// weights of the next ones are already being loaded, so the memory bus stays busy.
+// One warp of each program copies its share of every matrix into a ring, and the others multiply:
+// see ring.cuh. While the programs wait for each other between two products, the weights of the
+// next ones are already being loaded, so the memory bus stays busy.
 //
 // The kernel also decides which tokens each routed block keeps. Both kinds of warps follow the same
 // path through the blocks: see `Path`.
 
-constexpr int WARPS = NUM_WARPS;     // warps that multiply
-constexpr int THREADS = 32 * WARPS;  // their threads
-constexpr int ROWS = 16;             // rows of weights in a tile
-constexpr int PIECE = 1024;          // columns of a tile in one part of the ring
-constexpr int STRIDE = 2 * PIECE + 64;  // bytes between rows: neighbours use other banks
-constexpr int PART = ROWS * STRIDE;     // bytes of a part of the ring
-constexpr int EACH = PIECE / WARPS;     // columns of a part that a warp multiplies
-constexpr int GROUPS = TOKENS / 8;      // groups of eight tokens, the unit of a matrix product
 constexpr float ROUTER_EPS = 1e-6f;
 constexpr float LOWEST = -1e30f;  // below any score, but finite
 
@@ -94,8 +85,7 @@ struct Item {
 
 // shared by the threads of a program
 struct Shared {
-  Gate full[PARTS];
-  Gate empty[PARTS];
+  Gates gates;
   float squares[WARPS][TOKENS];
   float scores[WARPS][TOKENS];
   float gate[TOKENS];
@@ -111,17 +101,8 @@ struct Shared {
   int kept[NUM_ROUTES];  // bit mask of the tokens that a routed block keeps; -1 until decided
   int is_last;
 };
-constexpr int RING_BYTES = PARTS * PART;
-constexpr int SHARES = THREADS / (ROWS * TOKENS);  // threads that sum one element of a tile
-constexpr int TOKEN_SUMS = ROWS + 4;  // padded to avoid bank conflicts
-constexpr int WARP_SUMS = TOKENS * TOKEN_SUMS + 32 / SHARES;
-constexpr int TILE_SUMS = WARPS * WARP_SUMS;  // partial sums of a tile, from all warps
 constexpr int MIX_SUMS = WARPS * QUERIES * (HEAD_WIDTH + 2);
 constexpr int SUMS_BYTES = 4 * (2 * TILE_SUMS > MIX_SUMS ? 2 * TILE_SUMS : MIX_SUMS);
-
-__device__ __forceinline__ int find_share(int program, int number) {
-  return static_cast<unsigned>(program) * static_cast<unsigned>(number) / gridDim.x;
-}
 
 // --- the path through the blocks -----------------------------------------------------------------
 
@@ -159,50 +140,11 @@ struct Path {
 
 // --- copying ------------------------------------------------------------------------------------
 
-struct Cursor {
-  int part = 0;
-  unsigned parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++part == PARTS) {
-      part = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-struct Copier {
+struct Copier : Feeder {
   Shared* shared;
-  char* ring;
-  Cursor cursor;
-  policy_t policy;
-  int lane;
 
-  // this program's rows of a matrix; with partners, gate and up rows in two halves of each tile
-  template <int COLUMNS, bool PAIRED>
-  __device__ void copy(const number_t* matrix, int num_rows) {
-    const int first = find_share(blockIdx.x, num_rows);
-    const int end = find_share(blockIdx.x + 1, num_rows);
-    constexpr int STEP = PAIRED ? ROWS / 2 : ROWS;
-    for (int at = first; at < end; at += STEP) {
-      const int number = min(STEP, end - at);
-      const int place = PAIRED ? lane % STEP : lane;
-      const bool mine = lane < ROWS && place < number;
-      long long row = at + place;
-      if (PAIRED && lane >= STEP) row += num_rows;
-      for (int column = 0; column < COLUMNS; column += PIECE) {
-        const unsigned num_bytes = 2 * min(PIECE, COLUMNS - column);
-        Gate* full = &shared->full[cursor.part];
-        await_gate(&shared->empty[cursor.part], cursor.parity ^ 1);
-        if (lane == 0) expect_bytes(full, (PAIRED ? 2 : 1) * number * num_bytes);
-        meet_warp();
-        if (mine) {
-          char* to = ring + cursor.part * PART + lane * STRIDE;
-          copy_row(to, matrix + row * COLUMNS + column, num_bytes, full, policy);
-        }
-        cursor.advance();
-      }
-    }
-  }
+  __device__ Copier(Shared* shared, char* ring, int lane)
+      : Feeder(&shared->gates, ring, lane), shared(shared) {}
 
   __device__ void copy_units(const Task& task, int route) {
     const number_t* matrix = task.predictor_in + 1LL * route * NUM_UNITS * WIDTH;
@@ -265,7 +207,6 @@ struct Copier {
 
 // --- multiplying ---------------------------------------------------------------------------------
 
-constexpr int HALVES = EACH / 32;  // 32-column steps of a warp's columns
 constexpr int LONGER = WIDTH > MIXED ? WIDTH : MIXED;
 constexpr int PIECES = (LONGER + PIECE - 1) / PIECE;  // of a vector, except the MLP's hidden one
 constexpr int MLP_PIECES = (MLP_WIDTH + PIECE - 1) / PIECE;
@@ -273,35 +214,19 @@ constexpr int MLP_PIECES = (MLP_WIDTH + PIECE - 1) / PIECE;
 constexpr bool IS_EVEN = WIDTH % EACH == 0 && MIXED % EACH == 0 && MLP_WIDTH % EACH == 0;
 constexpr int HELD = MLP_PIECES < 3 ? MLP_PIECES : 3;  // of these, prefetched
 
-// A thread's columns of a piece of a norm, and of a piece of its tokens' vectors.
-using Scale = Words[HALVES];
-using Piece = Words[HALVES][GROUPS];
-
 // The stages of a block with vectors that fit into registers, and the head.
 enum Stage { QKV, OUT, IN, HEAD };
 
-struct Worker {
+struct Worker : Multiplier {
   const Task& task;
   Shared* shared;
-  char* ring;
-  float* sums;
-  Cursor cursor;
-  int thread, warp, lane, corner, across;  // corner: row of a product's tile; across: its columns
-  int first_own;                           // first row of x that this program writes
-  unsigned turn = 0;                       // index of the buffer for a tile's sums
+  int first_own;  // first row of x that this program writes
   unsigned num_stages = 0, num_awaited = 0;
 
   __device__ Worker(const Task& task, Shared* shared, char* ring, float* sums)
-      : task(task), shared(shared), ring(ring), sums(sums) {
-    thread = threadIdx.x;
-    warp = thread / 32;
-    lane = thread % 32;
-    corner = lane / 4;
-    across = lane % 4;
+      : Multiplier(&shared->gates, ring, sums), task(task), shared(shared) {
     first_own = find_share(blockIdx.x, WIDTH);
   }
-
-  __device__ __forceinline__ void meet() { meet_threads<THREADS>(); }
 
   // signal that this program's part of a stage is written
   __device__ void arrive() {
@@ -315,10 +240,6 @@ struct Worker {
     num_awaited = num_stages;
     if (thread == 0) await_count(&task.counters[0], num_stages * gridDim.x);
     meet();
-  }
-
-  __device__ __forceinline__ int find_column(int piece, int half) {
-    return piece * PIECE + warp * EACH + half * 32 + across * 8;
   }
 
   // the rows of x that this program writes
@@ -357,25 +278,6 @@ struct Worker {
         scale[piece][half] = {0, 0, 0, 0};
         if (source && column < WIDTH) scale[piece][half] = load_constant(source + column);
       }
-  }
-
-  // a piece of the tokens' vectors, at `places` if given; zeros for tokens that are not in `mask`
-  __device__ __forceinline__ void load_piece(Piece& words, const number_t* source,
-                                             const int* places, unsigned mask, int columns,
-                                             int piece) {
-#pragma unroll
-    for (int group = 0; group < GROUPS; group++) {
-      const int number = group * 8 + corner;
-      const int place = places ? places[number] : number;
-      const bool there = (mask >> number) & 1;
-#pragma unroll
-      for (int half = 0; half < HALVES; half++) {
-        const int column = find_column(piece, half);
-        words[half][group] = {0, 0, 0, 0};
-        if (there && column < columns)
-          words[half][group] = load_words(source + place * columns + column);
-      }
-    }
   }
 
   // sums of squares, and of products with the router, over this warp's columns
@@ -447,74 +349,6 @@ struct Worker {
         }
   }
 
-  // multiply this warp's columns of the next tile's piece and of the vectors
-  __device__ __forceinline__ void multiply_piece(const Piece& words, int num_columns,
-                                                 float (&sum)[2][GROUPS][4]) {
-    await_gate(&shared->full[cursor.part], cursor.parity);
-    const char* part = ring + cursor.part * PART + corner * STRIDE + 2 * warp * EACH + across * 16;
-    // past the last column, the ring holds data of an earlier tile
-    if (warp * EACH < num_columns) {
-      Words upper[HALVES], lower[HALVES];
-#pragma unroll
-      for (int half = 0; half < HALVES; half++) {
-        upper[half] = load_shared(part + half * 64);
-        lower[half] = load_shared(part + half * 64 + 8 * STRIDE);
-      }
-#pragma unroll
-      for (int half = 0; half < HALVES; half++) {
-        if (!IS_EVEN && warp * EACH + half * 32 >= num_columns) break;
-#pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
-          // any order of columns is correct if both factors use it
-          const Words &a = upper[half], &b = lower[half], &own = words[half][group];
-          float (&to)[4] = sum[half % 2][group];
-          multiply_small(to, a.x, b.x, a.y, b.y, own.x, own.y);
-          multiply_small(to, a.z, b.z, a.w, b.w, own.z, own.w);
-        }
-      }
-    }
-    meet_warp();
-    if (lane == 0) arrive_at(&shared->empty[cursor.part]);
-    cursor.advance();
-  }
-
-  // An element of a tile, summed over all warps by SHARES threads.
-  struct Sum {
-    int token, place;
-    float total, partner;  // same token, but the matrix's other half
-  };
-
-  __device__ __forceinline__ Sum add_up(const float (&sum)[2][GROUPS][4], bool is_paired) {
-    float* tile = sums + turn * TILE_SUMS;
-    turn ^= 1;
-    // partners are adjacent
-    const int upper = is_paired ? 2 * corner : corner, lower = is_paired ? upper + 1 : corner + 8;
-#pragma unroll
-    for (int group = 0; group < GROUPS; group++) {
-      const auto& a = sum[0][group];
-      const auto& b = sum[1][group];
-      float* to = tile + warp * WARP_SUMS + (group * 8 + across * 2) * TOKEN_SUMS;
-      to[upper] = a[0] + b[0];
-      to[TOKEN_SUMS + upper] = a[1] + b[1];
-      to[lower] = a[2] + b[2];
-      to[TOKEN_SUMS + lower] = a[3] + b[3];
-    }
-    // after this, all threads have read the previous tile's sums
-    meet();
-    Sum found;
-    const int number = thread / SHARES;
-    found.token = number / ROWS, found.place = number % ROWS;
-    found.total = 0.0f;
-    const float* from = tile + found.token * TOKEN_SUMS + found.place;
-#pragma unroll
-    for (int other = 0; other < WARPS; other += SHARES)
-      found.total += from[(other + thread % SHARES) * WARP_SUMS];
-#pragma unroll
-    for (int other = 1; other < SHARES; other *= 2) found.total += shuffle(found.total, other);
-    found.partner = shuffle(found.total, SHARES);
-    return found;
-  }
-
   // --- the stages of a block ---------------------------------------------------------------------
 
   // The first stage of a block (the scores of a routed block, then the queries, keys and values of
@@ -561,7 +395,7 @@ struct Worker {
 #pragma unroll
         for (int piece = 0; piece < PIECES; piece++)
           if (piece * PIECE < columns)
-            multiply_piece(given[piece], columns - piece * PIECE, sum);
+            multiply_piece<IS_EVEN>(given[piece], columns - piece * PIECE, sum);
         const Sum found = add_up(sum, is_paired);
         // a thread always has the same token
         if (at == first && stage != OUT)
@@ -593,8 +427,8 @@ struct Worker {
       shared->mixed[token][row - first_own] = found.total;
       task.stream[token * WIDTH + row] = narrow(shared->x[token][row - first_own] + found.total);
     } else if (stage == IN) {
-      const float gated = total / (1.0f + __expf(-total)) * (found.partner * inverse);
-      task.hidden[token * MLP_WIDTH + row] = narrow(IS_SWIGLU ? gated : gelu(total));
+      const float active = IS_SWIGLU ? swiglu(total, found.partner * inverse) : gelu(total);
+      task.hidden[token * MLP_WIDTH + row] = narrow(active);
     } else if (stage == HEAD) {
       task.logits[1LL * token * task.logits_stride + row] = total;
     } else {
@@ -615,10 +449,6 @@ struct Worker {
     if (lane == 0) publish(&shared->kept[path.route], static_cast<int>(kept));
   }
 
-  static __device__ __forceinline__ float gelu(float x) {
-    return 0.5f * x * (1.0f + erff(x * 0.70710678f));
-  }
-
   // the MLP's second product and the update of x; its vectors are too long for registers
   __device__ __forceinline__ void finish_block(unsigned mask, bool has_gate) {
     await();
@@ -635,7 +465,7 @@ struct Worker {
         for (int number = 0; number < HELD; number++) {
           const int piece = first + number;
           if (piece >= MLP_PIECES) break;
-          multiply_piece(given[number], MLP_WIDTH - piece * PIECE, sum);
+          multiply_piece<IS_EVEN>(given[number], MLP_WIDTH - piece * PIECE, sum);
           // load a later piece while others are multiplied
           load_piece(given[number], task.hidden, nullptr, mask, MLP_WIDTH, piece + HELD);
         }
@@ -1022,11 +852,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
   Shared* shared = reinterpret_cast<Shared*>(memory + RING_BYTES + SUMS_BYTES);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    for (int part = 0; part < PARTS; part++) {
-      open_gate(&shared->full[part], 1);
-      open_gate(&shared->empty[part], WARPS);
-    }
-    finish_gates();
+    shared->gates.open();
   }
   for (int route = threadIdx.x; route < NUM_ROUTES; route += blockDim.x) shared->kept[route] = -1;
   meet_all();
@@ -1035,7 +861,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
   path.ready = -1;
   path.alive = ~0u;
   if (warp == WARPS) {
-    Copier copier = {shared, ring, Cursor(), make_policy(), lane};
+    Copier copier(shared, ring, lane);
     meet_warp();
     copier.run(task, path, valid);
   } else {

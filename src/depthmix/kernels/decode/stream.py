@@ -25,7 +25,7 @@ AHEAD = 4
 WARPS = 8
 # context tokens that a warp processes at a time
 SPAN = 16
-# must agree with stream.cu
+# must agree with ring.cuh
 TILE_ROWS, PIECE = 16, 1024
 PART_BYTES = TILE_ROWS * (2 * PIECE + 64)
 
@@ -219,6 +219,7 @@ class StreamedBlocks:
                 **defines,
                 "PARTS": num_parts,
                 "NUM_WARPS": WARPS,
+                "SUM_BUFFERS": 2,
                 "SPAN": SPAN,
                 "ROUTE_OF_LAYER": self.route_of_layer,
             },
@@ -245,16 +246,17 @@ def count_shared_bytes(defines: dict[str, int], num_queries: int) -> int:
 
 
 @functools.cache
-def read_source() -> str:
+def read_source(name: str) -> str:
+    """Return a kernel's source, with what it shares with others."""
     folder = Path(__file__).parent
-    return "".join((folder / name).read_text() for name in ("hopper.cuh", "stream.cu"))
+    return "".join((folder / part).read_text() for part in ("hopper.cuh", "ring.cuh", name))
 
 
 def compile_stream(
     defines: dict[str, int | str], device: torch.device, shared_bytes: int
 ) -> nvrtc.Launch:
     return nvrtc.compile_kernel(
-        read_source(),
+        read_source("stream.cu"),
         "stream",
         tuple(sorted(defines.items())),
         device,

@@ -1,0 +1,173 @@
+// A product of the end of a block, for the few tokens that it keeps: one launch for each of three.
+//
+// The kernel starts while the one before it still runs, and fills its ring with weights: when its
+// vectors are ready, much of the matrix is already in shared memory. Two of these kernels fit on a
+// multiprocessor at the same time. What they read of the tokens before `await_previous` was written
+// long before: which tokens the block keeps, and the stream that they add to.
+//
+// Tokens are processed sixteen at a time. If a block keeps more, the matrix is read again.
+
+enum { OUT, IN, BACK };  // attention's output, and the MLP's two products
+
+constexpr bool IS_PAIRED = KIND == IN && IS_SWIGLU;
+constexpr int STEP = IS_PAIRED ? ROWS / 2 : ROWS;  // rows of the result in a tile
+constexpr int PIECES = (NUM_COLUMNS + PIECE - 1) / PIECE;
+constexpr int HELD = PIECES < 2 ? PIECES : 2;  // pieces of the vectors in registers
+constexpr bool IS_EVEN = NUM_COLUMNS % EACH == 0;
+static_assert(KIND == BACK || PIECES == HELD, "the vectors must fit into registers");
+
+struct Task {
+  const number_t* weight;
+  const number_t* source;  // a vector for each place
+  const number_t* norm;    // of the vectors, or null
+  const int* index;        // token of each place
+  const int* count;        // number of places
+  const float* gate;       // by token
+  number_t* x;             // by token
+  float* update;           // attention's, by place
+  number_t* result;        // by place
+  float norm_eps;
+};
+
+struct Shared {
+  Gates gates;
+  float squares[WARPS][TOKENS];
+  int token[TOKENS];  // of each place
+};
+constexpr int SUMS_BYTES = 4 * SUM_BUFFERS * TILE_SUMS;
+
+struct Worker : Multiplier {
+  const Task& task;
+  Shared* shared;
+
+  __device__ Worker(const Task& task, Shared* shared, char* ring, float* sums)
+      : Multiplier(&shared->gates, ring, sums), task(task), shared(shared) {}
+
+  __device__ __forceinline__ void run(int count) {
+    for (int first = 0; first < count; first += TOKENS) {
+      // until then, threads may still read the last group's tokens
+      meet();
+      const int number = min(count - first, TOKENS);
+      if (thread < number) shared->token[thread] = load_fresh(task.index + first + thread);
+      meet();
+      if (first == 0) await_previous();
+      multiply_group(first, number);
+    }
+    if (count == 0) await_previous();
+  }
+
+  __device__ __forceinline__ void multiply_group(int first, int number) {
+    const number_t* source = task.source + 1LL * first * NUM_COLUMNS;
+    const unsigned mask = (1u << number) - 1;
+    Piece given[HELD];
+#pragma unroll
+    for (int piece = 0; piece < HELD; piece++)
+      load_piece(given[piece], source, nullptr, mask, NUM_COLUMNS, piece);
+    if (KIND == IN) normalize(given);
+    const Sum own = find_element();
+    const int place = first + own.token;
+    const bool is_there = thread % SHARES == 0 && own.token < number;
+    const int end = find_share(blockIdx.x + 1, NUM_ROWS);
+    for (int at = find_share(blockIdx.x, NUM_ROWS); at < end; at += STEP) {
+      const int row = at + (IS_PAIRED ? own.place / 2 : own.place);
+      const bool is_mine = is_there && row < end && !(IS_PAIRED && own.place % 2);
+      // loaded before the product, and there when it ends
+      float old = 0.0f, update = 0.0f, gate = 0.0f;
+      if (KIND != IN && is_mine) {
+        const int token = shared->token[own.token];
+        old = widen(load_fresh(task.x + 1LL * token * NUM_ROWS + row));
+        if (KIND == BACK) {
+          update = load_fresh(task.update + 1LL * place * NUM_ROWS + row);
+          gate = load_fresh(task.gate + token);
+        }
+      }
+      float sum[2][GROUPS][4] = {};
+#pragma unroll 1
+      for (int begin = 0; begin < PIECES; begin += HELD)
+#pragma unroll
+        for (int slot = 0; slot < HELD; slot++) {
+          const int piece = begin + slot;
+          if (piece >= PIECES) break;
+          multiply_piece<IS_EVEN>(given[slot], NUM_COLUMNS - piece * PIECE, sum);
+          if (PIECES == HELD) continue;
+          // load a later piece, of this tile or the next, while others are multiplied
+          const int next = piece + HELD < PIECES ? piece + HELD : slot;
+          if (next > piece || at + STEP < end)
+            load_piece(given[slot], source, nullptr, mask, NUM_COLUMNS, next);
+        }
+      const Sum found = add_up(sum, IS_PAIRED);
+      if (!is_mine) continue;
+      if (KIND == OUT) {
+        task.update[1LL * place * NUM_ROWS + row] = found.total;
+        task.result[1LL * place * NUM_ROWS + row] = narrow(old + found.total);
+      } else if (KIND == IN) {
+        const float inverse = invert(own.token), total = found.total * inverse;
+        const float active = IS_SWIGLU ? swiglu(total, found.partner * inverse) : gelu(total);
+        task.result[1LL * place * NUM_ROWS + row] = narrow(active);
+      } else {
+        const long long to = 1LL * shared->token[own.token] * NUM_ROWS + row;
+        task.x[to] = narrow(old + gate * (update + found.total));
+      }
+    }
+  }
+
+  // multiply by the norm's weights, and sum squares over this warp's columns; see `invert`
+  __device__ __forceinline__ void normalize(Piece (&given)[HELD]) {
+    float square[GROUPS] = {};
+#pragma unroll
+    for (int piece = 0; piece < HELD; piece++)
+#pragma unroll
+      for (int half = 0; half < HALVES; half++) {
+        const int column = find_column(piece, half);
+        Words by = {0, 0, 0, 0};
+        if (column < NUM_COLUMNS) by = load_constant(task.norm + column);
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) {
+          Words& words = given[piece][half][group];
+          square[group] += find_square(words.x) + find_square(words.y) + find_square(words.z) +
+                           find_square(words.w);
+          words = {multiply_pair(words.x, by.x), multiply_pair(words.y, by.y),
+                   multiply_pair(words.z, by.z), multiply_pair(words.w, by.w)};
+        }
+      }
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+      square[group] += shuffle(square[group], 1);
+      square[group] += shuffle(square[group], 2);
+      if (across == 0) shared->squares[warp][group * 8 + corner] = square[group];
+    }
+  }
+
+  static __device__ __forceinline__ float find_square(unsigned word) {
+    const float low = widen_low(word), high = widen_high(word);
+    return low * low + high * high;
+  }
+
+  // 1 / rms of a vector, after `normalize` and a synchronization: products are multiplied by it
+  __device__ __forceinline__ float invert(int token) {
+    float whole = 0.0f;
+#pragma unroll
+    for (int other = 0; other < WARPS; other++) whole += shared->squares[other][token];
+    return rsqrtf(whole / NUM_COLUMNS + task.norm_eps);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 2)
+    finish(const __grid_constant__ Task task) {
+  let_next_start();
+  SHARED_MEMORY(memory);
+  char* ring = memory;
+  float* sums = reinterpret_cast<float*>(memory + RING_BYTES);
+  Shared* shared = reinterpret_cast<Shared*>(memory + RING_BYTES + SUMS_BYTES);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int count = load_fresh(task.count);
+  if (threadIdx.x == 0) shared->gates.open();
+  meet_all();
+  if (warp == WARPS) {
+    Feeder feeder(&shared->gates, ring, lane);
+    for (int first = 0; first < count; first += TOKENS)
+      feeder.copy<NUM_COLUMNS, IS_PAIRED>(task.weight, NUM_ROWS);
+  } else {
+    Worker(task, shared, ring, sums).run(count);
+  }
+}

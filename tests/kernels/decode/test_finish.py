@@ -1,0 +1,228 @@
+"""The end of a block for kept tokens equals plain products; without a GPU, in an emulated one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from depthmix.kernels import nvrtc
+
+finish = pytest.importorskip("depthmix.kernels.decode.finish")
+stream = pytest.importorskip("depthmix.kernels.decode.stream")
+plan = pytest.importorskip("depthmix.kernels.decode.plan")
+emulation = pytest.importorskip("emulation")
+
+pytestmark = pytest.mark.slow
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+NUM_TOKENS, NUM_LAYERS, EPS = 37, 2, 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    if ON_GPU:
+        return
+    if emulation.COMPILER is None:
+        pytest.skip("there is no C++ compiler to emulate a GPU with")
+    folder = tmp_path_factory.getbasetemp()
+
+    def compile_finish(defines: dict[str, int], device: Any, shared_bytes: int) -> Any:
+        return emulation.compile_emulated(folder, "finish", defines, shared_bytes)
+
+    monkeypatch.setattr(finish, "compile_finish", compile_finish)
+    monkeypatch.setattr(stream, "count_programs", emulation.count_programs)
+    monkeypatch.setattr(nvrtc, "find_obstacle", lambda device: None)
+
+
+def make(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float16) -> Tensor:
+    return (torch.randn(shape) * scale).to(DEVICE, dtype)
+
+
+def make_weights(
+    width: int, mixed: int, mlp_width: int, *, is_swiglu: bool, dtype: torch.dtype
+) -> Any:
+    torch.manual_seed(0)
+    num_in = 2 * mlp_width if is_swiglu else mlp_width
+    ones = torch.ones(NUM_LAYERS, width, device=DEVICE, dtype=dtype)
+    return plan.Weights(
+        embedding=make(5, width, dtype=dtype),
+        phase_table=torch.zeros(4, 2, 8, device=DEVICE),
+        norm_attention=ones,
+        w_qkv=make(NUM_LAYERS, 3 * mixed, width, dtype=dtype),
+        w_attn_out=make(NUM_LAYERS, width, mixed, scale=mixed**-0.5, dtype=dtype),
+        norm_mlp=1 + make(NUM_LAYERS, width, scale=0.2, dtype=dtype),
+        w_in=make(NUM_LAYERS, num_in, width, scale=width**-0.5, dtype=dtype),
+        w_mlp_out=make(NUM_LAYERS, width, mlp_width, scale=mlp_width**-0.5, dtype=dtype),
+        norm=ones[0],
+        head=make(5, width, dtype=dtype),
+    )
+
+
+class Bench:
+    """Tokens of which a block keeps some, after attention."""
+
+    def __init__(self, weights: Any, num_kept: int) -> None:
+        torch.manual_seed(1)
+        self.weights, self.num_kept = weights, num_kept
+        width, dtype = weights.embedding.shape[1], weights.embedding.dtype
+        mixed, mlp_width = weights.w_attn_out.shape[2], weights.w_mlp_out.shape[2]
+        self.x = make(NUM_TOKENS, width, dtype=dtype)
+        self.gate = make(NUM_TOKENS, dtype=torch.float32)
+        self.kept = torch.randperm(NUM_TOKENS)[:num_kept].sort().values
+        # places past the last: any token, and any numbers
+        index = torch.full((NUM_TOKENS,), 3, dtype=torch.int32)
+        index[:num_kept] = self.kept
+        self.index = index.to(DEVICE)
+        self.mixed = make(NUM_TOKENS, mixed, dtype=dtype)
+        self.mixed[num_kept:] = float("nan")
+        self.count = torch.tensor([num_kept], device=DEVICE, dtype=torch.int32)
+        rules = plan.Rules(1, EPS, routed_layers=(1,))
+
+        def poison(width: int, dtype: torch.dtype) -> Tensor:
+            return torch.full((NUM_TOKENS, width), float("nan"), device=DEVICE, dtype=dtype)
+
+        assert finish.find_obstacle(weights, rules) is None
+        buffers = (poison(width, torch.float32), poison(width, dtype), poison(mlp_width, dtype))
+        self.finish = finish.Finish(weights, rules, *buffers)
+
+    def run(self, layer: int) -> Tensor:
+        x = self.x.clone()
+        self.finish.run(x, layer, self.mixed, self.index, self.count, self.gate)
+        return x
+
+    def compute(self, layer: int) -> Tensor:
+        """The same in float32."""
+        weights, kept = self.weights, self.kept.to(DEVICE)
+        out, norm, w_in, back = (
+            part[layer].float()
+            for part in (weights.w_attn_out, weights.norm_mlp, weights.w_in, weights.w_mlp_out)
+        )
+        x = self.x.float()
+        update = self.mixed[: self.num_kept].float() @ out.T
+        stream = x[kept] + update
+        normed = functional.rms_norm(stream, stream.shape[-1:], norm, EPS)
+        hidden = normed @ w_in.T
+        if w_in.shape[0] == 2 * back.shape[1]:
+            gate, up = hidden.chunk(2, dim=1)
+            hidden = functional.silu(gate) * up
+        else:
+            hidden = functional.gelu(hidden)
+        return x.index_add(0, kept, self.gate[kept, None] * (update + hidden @ back.T))
+
+
+def check(bench: Bench, tolerance: float) -> None:
+    for layer in range(NUM_LAYERS):
+        found, expected = bench.run(layer).float(), bench.compute(layer)
+        error = (found - expected).square().mean().sqrt()
+        assert error < tolerance * expected.square().mean().sqrt()
+        skipped = torch.ones(NUM_TOKENS, dtype=torch.bool)
+        skipped[bench.kept] = False
+        assert torch.equal(found[skipped], bench.x.float()[skipped])
+
+
+SIZES = [
+    # width, heads together, MLP
+    (64, 128, 192),
+    # vectors of two and three pieces, the last of them in part
+    (1088, 1024, 2112),
+]
+
+
+@pytest.mark.parametrize("num_kept", [0, 1, 16, 37])
+def test_any_number_of_tokens(num_kept: int) -> None:
+    weights = make_weights(64, 128, 192, is_swiglu=True, dtype=torch.float16)
+    check(Bench(weights, num_kept), 2e-3)
+
+
+@pytest.mark.parametrize("is_swiglu", [True, False])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_sizes(sizes: tuple[int, int, int], is_swiglu: bool) -> None:
+    weights = make_weights(*sizes, is_swiglu=is_swiglu, dtype=torch.float16)
+    check(Bench(weights, 9), 2e-3)
+
+
+def test_bf16() -> None:
+    weights = make_weights(64, 128, 192, is_swiglu=True, dtype=torch.bfloat16)
+    check(Bench(weights, 9), 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "message"),
+    [
+        ((64, 64, 64), torch.float32, "not all bf16"),
+        ((64, 64, 96), torch.float16, "multiples of 64"),
+        ((2112, 64, 64), torch.float16, "wider than 2,048"),
+    ],
+)
+def test_obstacles(sizes: tuple[int, int, int], dtype: torch.dtype, message: str) -> None:
+    weights = make_weights(*sizes, is_swiglu=True, dtype=dtype)
+    obstacle = finish.find_obstacle(weights, plan.Rules(1, EPS, routed_layers=(1,)))
+    assert message in obstacle
+
+
+@pytest.mark.parametrize("room", [227 * 1024, 99 * 1024])
+def test_a_program_takes_no_more_shared_memory_than_there_is(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finish, "find_room", lambda device: room)
+    num_parts = finish.count_parts(DEVICE)
+    size = finish.count_rest() + num_parts * (finish.PART_BYTES + 16)
+    assert num_parts >= 2
+    assert size <= room
+    if room > 200 * 1024:
+        # two on a multiprocessor
+        assert 2 * (size + finish.RESERVED_BYTES) <= room + finish.RESERVED_BYTES
+
+
+def test_the_argument_is_as_the_kernel_has_it() -> None:
+    """Names, types and their order."""
+    emulation.check_task(Path(finish.__file__).with_name("finish.cu"), finish.Task)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_kept", [1, 8, 16, 33])
+@pytest.mark.parametrize("sizes", [(2048, 2048, 5504), (1024, 1024, 2816), (768, 1536, 2048)])
+def test_real_sizes(sizes: tuple[int, int, int], num_kept: int) -> None:
+    weights = make_weights(*sizes, is_swiglu=True, dtype=torch.bfloat16)
+    bench = Bench(weights, num_kept)
+    check(bench, 1e-2)
+    first = bench.run(0)
+    for _ in range(20):
+        assert torch.equal(bench.run(0), first)
+
+
+@pytest.mark.gpu
+def test_launches_that_follow_each_other_at_once() -> None:
+    """Blocks in a graph, each of which changes what the next one reads."""
+    from depthmix.kernels.recording import record_graph
+
+    weights = make_weights(1024, 1024, 2816, is_swiglu=True, dtype=torch.bfloat16)
+    bench = Bench(weights, 11)
+    x, mixed = bench.x.clone(), bench.mixed
+
+    def work() -> None:
+        for number in range(40):
+            bench.finish.run(x, number % 2, mixed, bench.index, bench.count, bench.gate)
+            # what follows depends on it, and is depended on
+            mixed[:11].copy_(x[bench.index[:11].long()]).mul_(0.5)
+            x.clamp_(-4, 4)
+
+    def restore() -> None:
+        x.copy_(bench.x)
+        torch.manual_seed(3)
+        mixed[:11].copy_(make(11, 1024, dtype=torch.bfloat16))
+
+    restore()
+    work()
+    torch.cuda.synchronize()
+    expected = x.clone()
+    restore()
+    graph, _ = record_graph(work, restore)
+    for _ in range(20):
+        restore()
+        graph.replay()
+        assert torch.equal(x, expected)
