@@ -30,6 +30,8 @@ MOST_BESIDE, LIGHT_BYTES = 64, 8 << 20
 # Maximum tokens of a step for which all blocks run in one launch, without and with routed blocks: a
 # launch for sixteen tokens costs more, and is worth it only if blocks are skipped.
 MOST_STREAMED = (8, 16)
+# ways to project queries, keys and values of all tokens: see `_choose_way`
+OF_ALL = ("beside", "all")
 # number of rows that attention is tuned for, relative to the number that the capacity suggests
 SLACK = 2
 
@@ -249,22 +251,32 @@ class Blocks:
             # only products of few rows prepare it; otherwise only few tokens need logits
             most = max(tokens.given.shape[0], tokens.sampled.shape[0])
             return self.weights.norm if most <= FEW_TOKENS else None
-        if layer in self.capacity and self._choose_way(tokens, num_chunks) in ("kept", "gather"):
+        if layer in self.capacity and self._choose_way(layer, tokens, num_chunks) not in OF_ALL:
             return None
         return self.weights.norm_attention[layer]
 
-    def _choose_way(self, tokens: Tokens, num_chunks: int) -> str:
+    def _has_few(self, layer: int, num_tokens: int) -> bool:
+        """Whether a routed block is expected to keep few tokens."""
+        return self._expect(layer, num_tokens) <= FEW_PLACES and num_tokens <= self.few.num_rows
+
+    def _expect(self, layer: int, num_tokens: int) -> int:
+        return max(1, round(self.capacity[layer] * num_tokens))
+
+    def _choose_way(self, layer: int, tokens: Tokens, num_chunks: int) -> str:
         """Choose how a routed block computes its queries, keys and values.
 
         With prompts, only kept tokens are projected (`kept`). Without prompts, every token is its
         own chunk, and projecting all tokens takes as long as projecting the kept ones, since
-        reading the weights dominates. Light weights are read while the tokens are chosen
-        (`beside`), heavier ones before (`all`). With few tokens (`gather`), often none is kept, and
-        no weights need to be read.
+        reading the weights dominates. If the device can prefetch them, the kept tokens are
+        projected, by weights that are read while the tokens are chosen (`prefetch`). If not, light
+        weights are read meanwhile (`beside`), heavier ones before (`all`). With few tokens
+        (`gather`), often none is kept, and no weights need to be read.
         """
         num_tokens = tokens.given.shape[0]
         if num_chunks or num_tokens > min(self.projected.shape[0], self.few.num_rows):
             return "kept"
+        if self.few.prefetched is not None and self._has_few(layer, num_tokens):
+            return "prefetch"
         if num_tokens <= MOST_BESIDE and self.qkv_bytes <= LIGHT_BYTES:
             return "beside"
         return "gather" if num_tokens <= FEW_TOKENS else "all"
@@ -283,7 +295,7 @@ class Blocks:
         weights, eps, num_tokens = self.weights, self.rules.norm_eps, x.shape[0]
         num_alone = everyone.alone.shape[0]
         route = self.rules.routed_layers.index(layer)
-        expected = max(1, round(self.capacity[layer] * num_tokens))
+        expected = self._expect(layer, num_tokens)
         kept = Places(
             index=self.index,
             count=self.count,
@@ -299,15 +311,19 @@ class Blocks:
             previous = self.slots[(route - 1) % 2, :num_tokens]
         normed, qkv = self.normed[:num_tokens], self.qkv[:num_tokens]
         mixed = self.mixed[:num_tokens]
-        few = expected <= FEW_PLACES and num_tokens <= self.few.num_rows
+        few = self._has_few(layer, num_tokens)
         # kept tokens to expect among those alone in their row, with slack
         busy = max(1, round(SLACK * self.capacity[layer] * num_alone))
         decides = (x, layer, tokens.position, tokens.row, previous, kept)
-        way, w_qkv = self._choose_way(tokens, num_chunks), weights.w_qkv[layer]
-        projected, of_all = self.projected[:num_tokens], way in ("beside", "all")
+        way, w_qkv = self._choose_way(layer, tokens, num_chunks), weights.w_qkv[layer]
+        projected, of_all = self.projected[:num_tokens], way in OF_ALL
         if of_all and not is_prepared:
             self._normalize_all(layer, x, everyone)
-        if way == "beside":
+        if way == "prefetch":
+            assert self.few.prefetched is not None
+            self.few.decide(*decides)
+            self.few.prefetched.project(x, layer, kept.index, kept.count, qkv)
+        elif way == "beside":
             self.few.decide(*decides)
             self._project_few(layer, x, projected, everyone, is_prepared, beside=True)
         elif way == "gather":

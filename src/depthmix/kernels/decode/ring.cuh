@@ -1,4 +1,4 @@
-// Products of a matrix with the vectors of a few tokens: see stream.cu and finish.cu.
+// Products of a matrix with the vectors of a few tokens: see stream.cu and prefetch.cu.
 //
 // Each multiprocessor runs one program, which owns a share of the matrix's rows. One warp copies
 // these into a ring of shared memory, as far ahead as there is room (`Feeder`); the others multiply
@@ -72,9 +72,11 @@ struct Feeder {
   __device__ Feeder(Gates* gates, char* ring, int lane)
       : gates(gates), ring(ring), policy(make_policy()), lane(lane) {}
 
-  // this program's rows of a matrix; with partners, gate and up rows in two halves of each tile
+  // This program's rows of a matrix; with partners, gate and up rows in two halves of each tile.
+  // Of its parts, those from `begin` on that come before `stop`; returns the number of parts so far.
   template <int COLUMNS, bool PAIRED>
-  __device__ void copy(const number_t* matrix, int num_rows) {
+  __device__ int copy(const number_t* matrix, int num_rows, int begin = 0, int stop = 1 << 30) {
+    int part = 0;
     const int first = find_share(blockIdx.x, num_rows);
     const int end = find_share(blockIdx.x + 1, num_rows);
     constexpr int STEP = PAIRED ? ROWS / 2 : ROWS;
@@ -85,6 +87,8 @@ struct Feeder {
       long long row = at + place;
       if (PAIRED && lane >= STEP) row += num_rows;
       for (int column = 0; column < COLUMNS; column += PIECE) {
+        if (part == stop) return part;
+        if (part++ < begin) continue;
         const unsigned num_bytes = 2 * min(PIECE, COLUMNS - column);
         Gate* full = &gates->full[cursor.part];
         await_gate(&gates->empty[cursor.part], cursor.parity ^ 1);
@@ -97,6 +101,12 @@ struct Feeder {
         cursor.advance();
       }
     }
+    return part;
+  }
+
+  // wait for the first copies, at most one for each part of the ring
+  __device__ void await_copies(int number) {
+    for (int part = 0; part < number; part++) await_gate(&gates->full[part], 0);
   }
 };
 
@@ -104,7 +114,7 @@ struct Feeder {
 struct Multiplier {
   Gates* gates;
   char* ring;
-  float* sums;  // SUM_BUFFERS buffers
+  float* sums;  // two buffers for a tile's
   Cursor cursor;
   int thread, warp, lane, corner, across;  // corner: row of a product's tile; across: its columns
   unsigned turn = 0;                       // index of the buffer for a tile's sums
@@ -189,10 +199,8 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ Sum add_up(const float (&sum)[2][GROUPS][4], bool is_paired) {
-    // with one buffer, threads may still be reading the previous tile's sums
-    if (SUM_BUFFERS == 1) meet();
     float* tile = sums + turn * TILE_SUMS;
-    turn = (turn + 1) % SUM_BUFFERS;
+    turn ^= 1;
     // partners are adjacent
     const int upper = is_paired ? 2 * corner : corner, lower = is_paired ? upper + 1 : corner + 8;
 #pragma unroll
@@ -205,7 +213,7 @@ struct Multiplier {
       to[lower] = a[2] + b[2];
       to[TOKEN_SUMS + lower] = a[3] + b[3];
     }
-    // after this, all threads have read the previous tile's sums
+    // after this, all threads have read the previous tile's sums, whose buffer is next
     meet();
     Sum found = find_element();
     const float* from = tile + found.token * TOKEN_SUMS + found.place;

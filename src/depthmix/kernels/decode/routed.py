@@ -20,8 +20,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from depthmix.kernels.compiling import can_overlap, jit
-from depthmix.kernels.decode.finish import Finish, find_obstacle
 from depthmix.kernels.decode.plan import Rules, Weights, find_room, pick_size
+from depthmix.kernels.decode.prefetch import Prefetched, find_obstacle
 from depthmix.kernels.decode.stages import ROUTER_EPS, apply_gate, gelu
 
 # rows of a matrix product: the minimum, and the number for larger steps
@@ -523,9 +523,9 @@ class FewRows:
         self.shaped = make(num_rows, self.width, dtype=dtype)
         self.more = make(num_rows, self.width)
         self.hidden = make(num_rows, self.mlp_width, dtype=dtype)
-        self.finish = None
-        if rules.routed_layers and find_obstacle(weights, rules) is None:
-            self.finish = Finish(weights, rules, self.more, self.shaped, self.hidden)
+        self.prefetched = None
+        if rules.routed_layers and find_obstacle(weights) is None:
+            self.prefetched = Prefetched(weights, rules, self.more, self.shaped, self.hidden)
 
     def decide(
         self,
@@ -676,8 +676,9 @@ class FewRows:
 
         With `next_norm`, the norm that follows the block, x is prepared for it in `shaped`.
         """
-        if self.finish is not None and next_norm is None:
-            self.finish.run(x, layer, mixed, places.index, places.count, places.gate)
+        if self.prefetched is not None and next_norm is None:
+            tensors = (places.index, places.count, places.gate)
+            self.prefetched.finish(x, layer, mixed, *tensors)
             return
         weights = self.weights
         norm = weights.norm_mlp[layer]

@@ -219,7 +219,6 @@ class StreamedBlocks:
                 **defines,
                 "PARTS": num_parts,
                 "NUM_WARPS": WARPS,
-                "SUM_BUFFERS": 2,
                 "SPAN": SPAN,
                 "ROUTE_OF_LAYER": self.route_of_layer,
             },

@@ -1,24 +1,23 @@
-// A product of the end of a block, for the few tokens that it keeps: one launch for each of three.
+// A product of a routed block for the few tokens that it keeps: one launch for each of four.
 //
-// The kernel starts while the one before it still runs, and fills its ring with weights: when its
-// vectors are ready, much of the matrix is already in shared memory. Two of these kernels fit on a
-// multiprocessor at the same time. What they read of the tokens before `await_previous` was written
-// long before: which tokens the block keeps, and the stream that they add to.
+// The kernel may start while the one before it still runs, and fills its ring with weights: when its
+// vectors are ready, much of the matrix is already in shared memory.
 //
 // Tokens are processed sixteen at a time. If a block keeps more, the matrix is read again.
 
-enum { OUT, IN, BACK };  // attention's output, and the MLP's two products
+enum { PROJECT, OUT, IN, BACK };  // queries, keys and values; attention's output; the MLP's products
 
 constexpr bool IS_PAIRED = KIND == IN && IS_SWIGLU;
+constexpr bool NORMALIZES = KIND == PROJECT || KIND == IN;
 constexpr int STEP = IS_PAIRED ? ROWS / 2 : ROWS;  // rows of the result in a tile
 constexpr int PIECES = (NUM_COLUMNS + PIECE - 1) / PIECE;
-constexpr int HELD = PIECES < 2 ? PIECES : 2;  // pieces of the vectors in registers
+// pieces of the vectors in registers: those of the MLP's second product are loaded again and again
+constexpr int HELD = KIND == BACK && PIECES > 2 ? 2 : PIECES;
 constexpr bool IS_EVEN = NUM_COLUMNS % EACH == 0;
-static_assert(KIND == BACK || PIECES == HELD, "the vectors must fit into registers");
 
 struct Task {
   const number_t* weight;
-  const number_t* source;  // a vector for each place
+  const number_t* source;  // a vector for each place; for PROJECT, each token
   const number_t* norm;    // of the vectors, or null
   const int* index;        // token of each place
   const int* count;        // number of places
@@ -34,7 +33,7 @@ struct Shared {
   float squares[WARPS][TOKENS];
   int token[TOKENS];  // of each place
 };
-constexpr int SUMS_BYTES = 4 * SUM_BUFFERS * TILE_SUMS;
+constexpr int SUMS_BYTES = 4 * 2 * TILE_SUMS;
 
 struct Worker : Multiplier {
   const Task& task;
@@ -50,20 +49,22 @@ struct Worker : Multiplier {
       const int number = min(count - first, TOKENS);
       if (thread < number) shared->token[thread] = load_fresh(task.index + first + thread);
       meet();
-      if (first == 0) await_previous();
+      // the vectors; in PROJECT, all threads have waited before
+      if (KIND != PROJECT && first == 0) await_previous();
       multiply_group(first, number);
     }
-    if (count == 0) await_previous();
+    if (KIND != PROJECT && count == 0) await_previous();
   }
 
   __device__ __forceinline__ void multiply_group(int first, int number) {
-    const number_t* source = task.source + 1LL * first * NUM_COLUMNS;
+    const number_t* source = KIND == PROJECT ? task.source : task.source + 1LL * first * NUM_COLUMNS;
+    const int* places = KIND == PROJECT ? shared->token : nullptr;
     const unsigned mask = (1u << number) - 1;
     Piece given[HELD];
 #pragma unroll
     for (int piece = 0; piece < HELD; piece++)
-      load_piece(given[piece], source, nullptr, mask, NUM_COLUMNS, piece);
-    if (KIND == IN) normalize(given);
+      load_piece(given[piece], source, places, mask, NUM_COLUMNS, piece);
+    if (NORMALIZES) normalize(given);
     const Sum own = find_element();
     const int place = first + own.token;
     const bool is_there = thread % SHARES == 0 && own.token < number;
@@ -73,7 +74,7 @@ struct Worker : Multiplier {
       const bool is_mine = is_there && row < end && !(IS_PAIRED && own.place % 2);
       // loaded before the product, and there when it ends
       float old = 0.0f, update = 0.0f, gate = 0.0f;
-      if (KIND != IN && is_mine) {
+      if ((KIND == OUT || KIND == BACK) && is_mine) {
         const int token = shared->token[own.token];
         old = widen(load_fresh(task.x + 1LL * token * NUM_ROWS + row));
         if (KIND == BACK) {
@@ -93,20 +94,23 @@ struct Worker : Multiplier {
           // load a later piece, of this tile or the next, while others are multiplied
           const int next = piece + HELD < PIECES ? piece + HELD : slot;
           if (next > piece || at + STEP < end)
-            load_piece(given[slot], source, nullptr, mask, NUM_COLUMNS, next);
+            load_piece(given[slot], source, places, mask, NUM_COLUMNS, next);
         }
       const Sum found = add_up(sum, IS_PAIRED);
       if (!is_mine) continue;
-      if (KIND == OUT) {
-        task.update[1LL * place * NUM_ROWS + row] = found.total;
-        task.result[1LL * place * NUM_ROWS + row] = narrow(old + found.total);
+      const long long to = 1LL * place * NUM_ROWS + row;
+      const float inverse = NORMALIZES ? invert(own.token) : 1.0f, total = found.total * inverse;
+      if (KIND == PROJECT) {
+        task.result[to] = narrow(total);
+      } else if (KIND == OUT) {
+        task.update[to] = total;
+        task.result[to] = narrow(old + total);
       } else if (KIND == IN) {
-        const float inverse = invert(own.token), total = found.total * inverse;
         const float active = IS_SWIGLU ? swiglu(total, found.partner * inverse) : gelu(total);
-        task.result[1LL * place * NUM_ROWS + row] = narrow(active);
+        task.result[to] = narrow(active);
       } else {
-        const long long to = 1LL * shared->token[own.token] * NUM_ROWS + row;
-        task.x[to] = narrow(old + gate * (update + found.total));
+        const int token = shared->token[own.token];
+        task.x[1LL * token * NUM_ROWS + row] = narrow(old + gate * (update + total));
       }
     }
   }
@@ -152,22 +156,29 @@ struct Worker : Multiplier {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 2)
-    finish(const __grid_constant__ Task task) {
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+    prefetch(const __grid_constant__ Task task) {
   let_next_start();
   SHARED_MEMORY(memory);
   char* ring = memory;
   float* sums = reinterpret_cast<float*>(memory + RING_BYTES);
   Shared* shared = reinterpret_cast<Shared*>(memory + RING_BYTES + SUMS_BYTES);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int count = load_fresh(task.count);
   if (threadIdx.x == 0) shared->gates.open();
   meet_all();
   if (warp == WARPS) {
     Feeder feeder(&shared->gates, ring, lane);
+    // whether or not any token needs them
+    const int copied = feeder.copy<NUM_COLUMNS, IS_PAIRED>(task.weight, NUM_ROWS, 0, PARTS);
+    // the kernel before PROJECT writes it
+    if (KIND == PROJECT) await_previous();
+    const int count = load_fresh(task.count);
     for (int first = 0; first < count; first += TOKENS)
-      feeder.copy<NUM_COLUMNS, IS_PAIRED>(task.weight, NUM_ROWS);
+      feeder.copy<NUM_COLUMNS, IS_PAIRED>(task.weight, NUM_ROWS, first ? 0 : copied);
+    // a program must not end while copies are under way
+    if (!count) feeder.await_copies(copied);
   } else {
-    Worker(task, shared, ring, sums).run(count);
+    if (KIND == PROJECT) await_previous();
+    Worker(task, shared, ring, sums).run(load_fresh(task.count));
   }
 }

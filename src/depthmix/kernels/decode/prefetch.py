@@ -1,7 +1,7 @@
-"""The end of a block for few kept tokens, with weights prefetched from launch to launch.
+"""A routed block's products for few kept tokens, with weights prefetched from launch to launch.
 
-Owns the kernel's constants and its argument: see `finish.cu`. Knows nothing of models, and not how
-tokens are chosen: it takes stacked tensors and places.
+Owns the kernel's constants and its argument: see `prefetch.cu`. Knows nothing of models, and not
+how tokens are chosen: it takes stacked tensors and places.
 """
 
 import ctypes
@@ -18,12 +18,12 @@ from depthmix.kernels.decode.plan import Rules, Weights, find_room
 from depthmix.kernels.decode.stream import PART_BYTES, PIECE, TILE_ROWS, WARPS
 
 TOKENS = 16
-# in the order of finish.cu
-KINDS = ("out", "in", "back")
+# in the order of prefetch.cu
+KINDS = ("project", "out", "in", "back")
 # longer vectors do not fit into registers
-MOST_COLUMNS = 2 * PIECE
-# what the device keeps of each program's shared memory
-RESERVED_BYTES = 1024
+MOST_COLUMNS = 4 * PIECE
+# parts of the ring: more are no faster, with fewer a launch waits for the memory
+MOST_PARTS = 4
 
 _POINTERS = ("weight", "source", "norm", "index", "count", "gate", "x", "update", "result")
 
@@ -34,9 +34,10 @@ class Task(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_void_p) for name in _POINTERS), ("norm_eps", ctypes.c_float))
 
 
-def find_obstacle(weights: Weights, rules: Rules) -> str | None:
+def find_obstacle(weights: Weights) -> str | None:
     """Say why the kernel does not support these weights; None if it does."""
     used = (weights.w_attn_out, weights.norm_mlp, weights.w_in, weights.w_mlp_out)
+    used += (weights.norm_attention, weights.w_qkv)
     dtype = weights.embedding.dtype
     if dtype not in (torch.bfloat16, torch.float16) or any(t.dtype != dtype for t in used):
         return "its weights are not all bf16, or all fp16"
@@ -52,11 +53,8 @@ def find_obstacle(weights: Weights, rules: Rules) -> str | None:
     return obstacle
 
 
-class Finish:
-    """Output projection, MLP and the update of x for the tokens that a block keeps.
-
-    Suitable for capture. Launches must not overlap.
-    """
+class Prefetched:
+    """The products of routed blocks. Suitable for capture; launches must not overlap."""
 
     def __init__(
         self,
@@ -80,9 +78,9 @@ class Finish:
             "TOKENS": TOKENS,
             "PARTS": num_parts,
             "NUM_WARPS": WARPS,
-            "SUM_BUFFERS": 1,
         }
         sizes = {
+            "project": (weights.w_qkv.shape[1], width),
             "out": (width, weights.w_attn_out.shape[2]),
             "in": (mlp_width, width),
             "back": (width, mlp_width),
@@ -99,7 +97,28 @@ class Finish:
         self.shared_bytes = count_rest() + num_parts * (PART_BYTES + 16)
         self.kernels: dict[str, nvrtc.Launch] = {}
 
-    def run(
+    def project(
+        self,
+        x: Float[Tensor, "T D"],
+        layer: int,
+        index: Int[Tensor, " P"],
+        count: Int[Tensor, " 1"],
+        qkv: Float[Tensor, "P width"],
+    ) -> None:
+        """Queries, keys and values of each place's token of x, with the block's norm.
+
+        The launch before it may still be running when the weights are read, if it lets this one
+        start.
+        """
+        assert x.is_contiguous()
+        assert qkv.is_contiguous()
+        weights = self.weights
+        tensors = {"weight": weights.w_qkv[layer], "norm": weights.norm_attention[layer]}
+        self._launch(
+            "project", {**tensors, "source": x, "index": index, "count": count, "result": qkv}
+        )
+
+    def finish(
         self,
         x: Float[Tensor, "T D"],
         layer: int,
@@ -108,7 +127,7 @@ class Finish:
         count: Int[Tensor, " 1"],
         gate: Float[Tensor, " T"],
     ) -> None:
-        """Finish a block after attention.
+        """Finish a block after attention: output projection, MLP, and the update of x.
 
         `index` has the token of each place. It, `count`, `gate` and `x` must be written before the
         launch that wrote `mixed`: what is read of them may be read before that one ends.
@@ -132,7 +151,7 @@ class Finish:
     def _launch(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
         kernel = self.kernels.get(kind)
         if kernel is None:
-            kernel = self.kernels[kind] = compile_finish(
+            kernel = self.kernels[kind] = compile_prefetch(
                 self.defines[kind], self.device, self.shared_bytes
             )
         if is_ahead():
@@ -145,23 +164,21 @@ class Finish:
 
 def count_rest() -> int:
     """Return an upper bound of a program's shared memory in bytes, without its ring's parts."""
-    return 4 * WARPS * (TOKENS * (TILE_ROWS + 5) + 32) + 4 * TOKENS + 256
+    sums = 2 * (TOKENS * (TILE_ROWS + 4) + 32)
+    return 4 * (WARPS * (sums + TOKENS) + TOKENS) + 256
 
 
 def count_parts(device: torch.device) -> int:
-    """Return the number of parts of a ring, of which two fit on a multiprocessor if possible."""
-    room, rest = find_room(device), count_rest()
-    shared = (room + RESERVED_BYTES) // 2 - RESERVED_BYTES
-    half, whole = ((size - rest) // (PART_BYTES + 16) for size in (shared, room))
-    return half if half >= 2 else min(2, whole)
+    """Return the number of parts of a program's ring."""
+    return min(MOST_PARTS, (find_room(device) - count_rest()) // (PART_BYTES + 16))
 
 
-def compile_finish(
+def compile_prefetch(
     defines: Mapping[str, int], device: torch.device, shared_bytes: int
 ) -> nvrtc.Launch:
     return nvrtc.compile_kernel(
-        stream.read_source("finish.cu"),
-        "finish",
+        stream.read_source("prefetch.cu"),
+        "prefetch",
         tuple(sorted(defines.items())),
         device,
         num_threads=32 * (WARPS + 1),
