@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from depthmix.kernels.compiling import INTERPRETED, can_overlap, jit
 
@@ -161,6 +161,7 @@ def _attend_alone(
     if overlaps:
         # the next kernel may be one that loads its weights meanwhile
         gdc_launch_dependents()
+        gdc_wait()
     group = tl.program_id(1)
     part = tl.program_id(2)
     column = tl.arange(0, block_width)
@@ -271,6 +272,7 @@ def _attend_grouped(
     """The same for several queries that share a key head, by matrix products."""
     if overlaps:
         gdc_launch_dependents()
+        gdc_wait()
     group = tl.program_id(1)
     part = tl.program_id(2)
     head = tl.arange(0, block_heads)
@@ -414,6 +416,7 @@ def attend_rows(
     block_width = max(16, triton.next_power_of_2(head_width))
     num_busy = num_places if busy is None else min(busy, num_places)
     num_parts = min(MOST_PARTS, max(1, PROGRAMS // (num_busy * num_groups)))
+    overlaps = can_overlap(query.device)
     parts = (num_places, num_heads, num_parts if num_parts > 1 else 0)
     mixed = torch.empty((*parts, block_width), device=query.device, dtype=torch.float32)
     largest, total = (torch.empty(parts, device=query.device) for _ in range(2))
@@ -442,18 +445,19 @@ def attend_rows(
         page_size,
         extra,
         clear_empty,
-        can_overlap(query.device),
+        overlaps,
         MOST_PARTS,
     )
     grid = (num_busy, num_groups, num_parts)
     if heads_each == 1:
         block_tokens, num_stages = ALONE_WHOLE if num_parts == 1 else ALONE_PARTS
-        _attend_alone[grid](*arguments, block_tokens, block_width, num_stages, num_warps=4)
+        sizes = (block_tokens, block_width, num_stages)
+        _attend_alone[grid](*arguments, *sizes, num_warps=4, launch_pdl=overlaps)
     else:
         # a matrix product needs at least 16 rows
         block_heads = max(16, triton.next_power_of_2(heads_each))
         sizes = (BLOCK_TOKENS, block_width, heads_each, block_heads)
-        _attend_grouped[grid](*arguments, *sizes, num_warps=4)
+        _attend_grouped[grid](*arguments, *sizes, num_warps=4, launch_pdl=overlaps)
 
 
 @functools.cache

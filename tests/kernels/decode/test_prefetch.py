@@ -14,6 +14,8 @@ prefetch = pytest.importorskip("depthmix.kernels.decode.prefetch")
 stream = pytest.importorskip("depthmix.kernels.decode.stream")
 plan = pytest.importorskip("depthmix.kernels.decode.plan")
 emulation = pytest.importorskip("emulation")
+step_bench = pytest.importorskip("step_bench")
+blocks_module = pytest.importorskip("depthmix.kernels.decode.blocks")
 
 pytestmark = pytest.mark.slow
 
@@ -160,6 +162,31 @@ def test_any_number_of_tokens(num_kept: int) -> None:
 def test_sizes(sizes: tuple[int, int, int], is_swiglu: bool) -> None:
     weights = make_weights(*sizes, is_swiglu=is_swiglu, dtype=torch.float16)
     check(Bench(weights, 9), 2e-3)
+
+
+@pytest.mark.parametrize("name", ["mod", "mod_gelu_mqa_untied"])
+def test_steps_of_many_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks whose products are all of this kind, in decoding steps and beside a prompt."""
+    monkeypatch.setattr(blocks_module, "LIGHT_BYTES", 0)
+    sizes = {"num_layers": 4, "width": 64, "num_heads": 4, "head_width": 16, "mlp_width": 128}
+    options = {**sizes, "vocab_size": 50, "max_seq_len": 40}
+    model = step_bench.make(name, dtype=torch.float16, **options)
+    bench = step_bench.Bench(model, "predictor", 20, most=32)
+    kinds = []
+    launch = bench.blocks.few.prefetched._launch
+
+    def watch(kind: str, tensors: Any) -> None:
+        kinds.append(kind)
+        launch(kind, tensors)
+
+    bench.blocks.few.prefetched._launch = watch
+    step, room = step_bench.Part, step_bench.Room
+    bench.step([step(row, 1) for row in range(12)], [step(19, 9)], room(32, 16, 4))
+    for number in range(3):
+        bench.step([step(row, 1) for row in range(number, 19)], [], room(32, 32, 0))
+    num_routed = len(model.config.routed_layers)
+    assert kinds == ["project", "out", "in", "back"] * num_routed * 4
+    bench.compare(0.01)
 
 
 def test_bf16() -> None:

@@ -22,8 +22,9 @@ from depthmix.kernels.decode.routed import BLOCK_ROWS, FewRows, Places
 from depthmix.kernels.decode.stream import StreamedBlocks, find_obstacle
 
 # Maximum tokens of a step, or expected places of a routed block, for which products of few rows are
-# faster: these process 16 rows at a time, and a block may keep more than expected.
-FEW_TOKENS, FEW_PLACES = 16, 13
+# faster: these process 16 rows at a time, and a block may keep more than expected. More places if
+# the device can prefetch their weights.
+FEW_TOKENS, FEW_PLACES, MOST_PREFETCHED = 16, 13, 24
 # Maximum tokens of a step, and bytes of weights, for which a routed block projects all tokens while
 # the kept ones are chosen: larger weights would keep that kernel waiting for memory.
 MOST_BESIDE, LIGHT_BYTES = 64, 8 << 20
@@ -218,11 +219,19 @@ class Blocks:
         torch.mm(normed, weights.w_in[layer].T, out=wide)
         places.activate_places(wide, count, hidden, self.kind_in)
         torch.mm(hidden, weights.w_mlp_out[layer].T, out=more)
-        if next_norm is None:
-            places.add_update(x, None, count, None, None, more)
-        else:
+        if next_norm is not None:
             places.add_and_normalize(x, None, count, more, next_norm, eps, normed, keep=True)
+        elif not self._adds_before(layer + 1, tokens, num_chunks):
+            places.add_update(x, None, count, None, None, more)
         return next_norm is not None
+
+    def _adds_before(self, layer: int, tokens: Tokens, num_chunks: int) -> bool:
+        """Whether a block's decision adds the last update of the block before it to x."""
+        if layer not in self.capacity or layer == 0 or layer - 1 in self.capacity:
+            return False
+        # blocks of few tokens add their updates themselves
+        is_large = tokens.given.shape[0] > FEW_TOKENS
+        return is_large and self._choose_way(layer, tokens, num_chunks) == "prefetch"
 
     def _normalize_all(self, layer: int, x: Tensor, everyone: Places) -> None:
         norm, eps = self.weights.norm_attention[layer], self.rules.norm_eps
@@ -257,7 +266,8 @@ class Blocks:
 
     def _has_few(self, layer: int, num_tokens: int) -> bool:
         """Whether a routed block is expected to keep few tokens."""
-        return self._expect(layer, num_tokens) <= FEW_PLACES and num_tokens <= self.few.num_rows
+        most = FEW_PLACES if self.few.prefetched is None else MOST_PREFETCHED
+        return self._expect(layer, num_tokens) <= most and num_tokens <= self.few.num_rows
 
     def _expect(self, layer: int, num_tokens: int) -> int:
         return max(1, round(self.capacity[layer] * num_tokens))
@@ -267,18 +277,18 @@ class Blocks:
 
         With prompts, only kept tokens are projected (`kept`). Without prompts, every token is its
         own chunk, and projecting all tokens takes as long as projecting the kept ones, since
-        reading the weights dominates. If the device can prefetch them, the kept tokens are
-        projected, by weights that are read while the tokens are chosen (`prefetch`). If not, light
-        weights are read meanwhile (`beside`), heavier ones before (`all`). With few tokens
-        (`gather`), often none is kept, and no weights need to be read.
+        reading the weights dominates. Light weights are read while the tokens are chosen
+        (`beside`), and so are heavier ones if the device can prefetch them (`prefetch`); if not,
+        they are read before (`all`). With few tokens (`gather`), often none is kept, and no weights
+        need to be read.
         """
         num_tokens = tokens.given.shape[0]
         if num_chunks or num_tokens > min(self.projected.shape[0], self.few.num_rows):
             return "kept"
-        if self.few.prefetched is not None and self._has_few(layer, num_tokens):
-            return "prefetch"
         if num_tokens <= MOST_BESIDE and self.qkv_bytes <= LIGHT_BYTES:
             return "beside"
+        if self.few.prefetched is not None and self._has_few(layer, num_tokens):
+            return "prefetch"
         return "gather" if num_tokens <= FEW_TOKENS else "all"
 
     def _run_routed(
@@ -320,8 +330,9 @@ class Blocks:
         if of_all and not is_prepared:
             self._normalize_all(layer, x, everyone)
         if way == "prefetch":
+            owed = self._adds_before(layer, tokens, num_chunks)
+            self.few.decide(*decides, more=self.more[:num_tokens] if owed else None)
             assert self.few.prefetched is not None
-            self.few.decide(*decides)
             self.few.prefetched.project(x, layer, kept.index, kept.count, qkv)
         elif way == "beside":
             self.few.decide(*decides)
@@ -337,12 +348,15 @@ class Blocks:
                 self._decide(layer, route, x, tokens, previous, kept)
         else:
             self._decide(layer, route, x, tokens, previous, kept)
-            norm = weights.norm_attention[layer]
-            places.normalize_places(x, kept.index, kept.count, norm, eps, normed)
-            if few:
-                self.few.multiply("plain", normed, w_qkv, qkv, kept)
+            if few and self.few.prefetched is not None:
+                self.few.prefetched.project(x, layer, kept.index, kept.count, qkv)
             else:
-                self._multiply(normed, w_qkv, qkv, kept, expected)
+                norm = weights.norm_attention[layer]
+                places.normalize_places(x, kept.index, kept.count, norm, eps, normed)
+                if few:
+                    self.few.multiply("plain", normed, w_qkv, qkv, kept)
+                else:
+                    self._multiply(normed, w_qkv, qkv, kept, expected)
         given = projected if of_all else None
         self._attend(layer, qkv, mixed, tokens, kept, num_chunks, busy, given)
         if few:

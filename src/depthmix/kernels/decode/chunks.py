@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from depthmix.kernels import paged_triton
-from depthmix.kernels.compiling import INTERPRETED, jit
+from depthmix.kernels.compiling import INTERPRETED, can_overlap, jit
 from depthmix.kernels.decode.plan import SHARED_BYTES, find_room, pick_size
 
 # elements in one half of the heads that a program rotates: 8 per thread of 4 warps, which is one
@@ -77,8 +78,12 @@ def _rotate_and_store(
     by_token: tl.constexpr,
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Some heads of one place; a thread holds both elements of each rotated pair."""
+    if overlaps:
+        gdc_launch_dependents()
+        gdc_wait()
     place = tl.program_id(0).to(tl.int64)
     # volatile, so that it is not loaded after the count; past the count it may be any token
     token = tl.load(index + place, volatile=True)
@@ -370,6 +375,7 @@ def rotate_and_store(
         return
     block_half = triton.next_power_of_2(head_width // 2)
     block_heads = min(max(1, BLOCK_ROTATED // block_half), triton.next_power_of_2(num_all))
+    overlaps = can_overlap(qkv.device)
     assert given is None or (given.stride() == qkv.stride() and given.dtype == qkv.dtype)
     _rotate_and_store[(num_places, triton.cdiv(num_all, block_heads))](
         qkv,
@@ -400,7 +406,9 @@ def rotate_and_store(
         given is not None,
         block_heads,
         block_half,
+        overlaps,
         num_warps=4,
+        launch_pdl=overlaps,
     )
 
 

@@ -158,19 +158,20 @@ struct Worker : Multiplier {
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     prefetch(const __grid_constant__ Task task) {
-  let_next_start();
   SHARED_MEMORY(memory);
   char* ring = memory;
   float* sums = reinterpret_cast<float*>(memory + RING_BYTES);
   Shared* shared = reinterpret_cast<Shared*>(memory + RING_BYTES + SUMS_BYTES);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // what follows PROJECT relies on what the kernel before it wrote
+  if (KIND != PROJECT) let_next_start();
   if (threadIdx.x == 0) shared->gates.open();
   meet_all();
   if (warp == WARPS) {
     Feeder feeder(&shared->gates, ring, lane);
     // whether or not any token needs them
     const int copied = feeder.copy<NUM_COLUMNS, IS_PAIRED>(task.weight, NUM_ROWS, 0, PARTS);
-    // the kernel before PROJECT writes it
+    // the kernel before PROJECT writes it; before the others, an earlier one did
     if (KIND == PROJECT) await_previous();
     const int count = load_fresh(task.count);
     for (int first = 0; first < count; first += TOKENS)
@@ -178,7 +179,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     // a program must not end while copies are under way
     if (!count) feeder.await_copies(copied);
   } else {
-    if (KIND == PROJECT) await_previous();
+    if (KIND == PROJECT) {
+      await_previous();
+      let_next_start();
+    }
     Worker(task, shared, ring, sums).run(load_fresh(task.count));
   }
 }

@@ -196,6 +196,7 @@ def _give_places(
 )
 def _decide(
     x,
+    more,
     cache_row,
     previous,
     position,
@@ -237,11 +238,13 @@ def _decide(
 
     A program has sixteen rows and a part of their columns, so that no program reads for long. The
     last program to finish a group of rows sums its parts, and the last of these decides. Without a
-    predictor the router's score decides. Rows may also be `shaped`: stored times the norm's
-    weights but not yet divided by their rms, which is still unknown: the product divides by it.
+    predictor the router's score decides. `more`, if given, is added to x first. Rows may also be
+    `shaped`: stored times the norm's weights but not yet divided by their rms, which is still
+    unknown: the product divides by it.
     """
     if overlaps:
-        # lets the product launched `beside` this kernel start
+        # in this order: the next kernel relies on what was written before this one
+        gdc_wait()
         gdc_launch_dependents()
     group = tl.program_id(0)
     part = tl.program_id(1)
@@ -269,6 +272,12 @@ def _decide(
     at_x = row[:, None].to(tl.int64) * width + column[None, :]
     mask = real[:, None] & inside[None, :]
     given = tl.load(x + at_x, mask=mask, other=0.0)
+    if more is not None:
+        # not in rows without a token, where there may be any numbers
+        full = mask & (tl.load(cache_row + row, mask=real, other=-1) >= 0)[:, None]
+        added = tl.load(more + at_x, mask=full, other=0.0)
+        given = (given.to(tl.float32) + added.to(tl.float32)).to(given.dtype)
+        tl.store(x + at_x, given, mask=full)
     vector = given.to(tl.float32)
     tl.store(part_square + row * parts + part, tl.sum(vector * vector, axis=1), mask=real)
     tl.store(part_score + row * parts + part, tl.sum(vector * judge[None, :], axis=1), mask=real)
@@ -536,8 +545,9 @@ class FewRows:
         previous: Int[Tensor, " B"] | None,
         places: Places,
         shaped: Float[Tensor, "B D"] | None = None,
+        more: Float[Tensor, "B D"] | None = None,
     ) -> None:
-        """Choose rows and assign them `places`.
+        """Choose rows and assign them `places`; `more`, if given, is added to x first.
 
         `row` is -1 where there is no token; `previous` holds the last routed block's slots, for
         models in which a token that left does not return. `shaped` receives rows times the norm's
@@ -551,6 +561,7 @@ class FewRows:
         w_in, w_out, bias = (t[route] if t is not None and self.num_units else None for t in heads)
         _decide[(triton.cdiv(num_rows, BLOCK_ROWS.value), self.parts)](
             x,
+            more,
             row,
             previous,
             position,
@@ -588,6 +599,7 @@ class FewRows:
             block_rows=pick_size(num_rows, BLOCKS_DECIDED),
             block=self.decided,
             num_warps=self.tunings["decide"].num_warps,
+            launch_pdl=self.overlaps,
         )
 
     def count_programs(self, kind: str, num_out: int) -> int:
