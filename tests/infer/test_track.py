@@ -26,8 +26,6 @@ def make_track(*, text: bool = True, penalty: bool = False, **params: Any) -> Tr
         params=wish,
         seed=0,
         prompt=np.array([0, 1]),
-        tokens=[0, 1],
-        num_prompt=2,
         max_new=4,
         meter=DepthMeter(make_config("mod")),
         stream=decode if text else None,

@@ -7,6 +7,7 @@ tokenizer: `decode` is a function.
 
 import operator
 import random
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -284,12 +285,13 @@ class Engine:
                         samples[event.request][event.sample] = event.result
                         if event.result.error is not None:
                             raise event.result.error
-        finally:
-            # after an error, leave no request behind
+        except BaseException:
+            # leave no request behind
             for request in samples:
                 self.cancel(request)
+            raise
         return [
-            Result(request, tuple(prompt), tuple(found[i] for i in sorted(found)))
+            Result(request, prompt, tuple(found[i] for i in sorted(found)))
             for (request, found), prompt in zip(samples.items(), tokens, strict=True)
         ]
 
@@ -306,10 +308,10 @@ class Engine:
                 cache_bytes_total=each * self.pages.num_pages,
             )
 
-    def _add(self, tokens: list[int], params: SamplingParams | None) -> int:
+    def _add(self, tokens: tuple[int, ...], params: SamplingParams | None) -> int:
         params = SamplingParams() if params is None else params
-        max_new = self._check(tokens, params)
-        prompt = np.array(tokens, dtype=np.int32)
+        prompt = self._check_prompt(tokens)
+        max_new = self._count_new(len(tokens), params)
         with self._lock:
             if not self._tracks:
                 self.runner.check_weights()
@@ -324,8 +326,6 @@ class Engine:
                     params=params,
                     seed=_wrap(seed + number * SEED_STRIDE),
                     prompt=prompt,
-                    tokens=list(tokens),
-                    num_prompt=len(tokens),
                     max_new=max_new,
                     meter=self._meter.copy(),
                     stream=TextStream(self.decode, params.stop) if self.decode else None,
@@ -333,7 +333,8 @@ class Engine:
                 )
         return request
 
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
+    def _check_prompt(self, prompt: tuple[int, ...]) -> np.ndarray:
+        """Raise if the model cannot take the prompt; return its tokens as int32."""
         config = self.config
         if len(prompt) == 0:
             raise ValueError("a prompt needs at least one token")
@@ -342,26 +343,30 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, but the model's max_seq_len is "
                 f"{config.max_seq_len}: shorten it"
             )
-        if min(prompt) < 0 or max(prompt) >= config.vocab_size:
-            wrong = next(t for t in prompt if not 0 <= t < config.vocab_size)
-            raise ValueError(
-                f"token {wrong} is not in the vocabulary of {config.vocab_size}: is this the "
-                f"model's tokenizer?"
-            )
+        with suppress(struct.error):
+            # takes half as long as NumPy; raises if a token has more than 32 bits
+            tokens = np.frombuffer(struct.pack(f"{len(prompt)}i", *prompt), dtype=np.int32)
+            # a negative number is a very large one without its sign
+            if tokens.view(np.uint32).max() < config.vocab_size:
+                return tokens
+        wrong = next(t for t in prompt if not 0 <= t < config.vocab_size)
+        raise ValueError(
+            f"token {wrong} is not in the vocabulary of {config.vocab_size}: is this the "
+            f"model's tokenizer?"
+        )
 
-    def _check(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Raise if the request can never be completed; return its maximum number of new tokens."""
+    def _count_new(self, num_prompt: int, params: SamplingParams) -> int:
+        """Return a request's maximum number of new tokens; raise if it can never be completed."""
         config = self.config
-        self._check_prompt(prompt)
         if params.stop and self.decode is None:
             raise ValueError("stop strings need text: give the engine a `decode` function")
-        max_new = min(params.max_tokens, config.max_seq_len - len(prompt) + 1)
+        max_new = min(params.max_tokens, config.max_seq_len - num_prompt + 1)
         # the last token is returned but never fed to the model
-        num_tokens, page_size = len(prompt) + max_new - 1, self.pages.page_size
+        num_tokens, page_size = num_prompt + max_new - 1, self.pages.page_size
         room = self.pages.num_pages // config.num_layers * page_size
         if num_tokens > room:
             raise ValueError(
-                f"max_tokens = {params.max_tokens} after a prompt of {len(prompt)} tokens needs "
+                f"max_tokens = {params.max_tokens} after a prompt of {num_prompt} tokens needs "
                 f"cache_tokens = {-(-num_tokens // page_size) * page_size}, but there are {room}: "
                 f"lower max_tokens, shorten the prompt or raise cache_tokens"
             )
@@ -532,16 +537,17 @@ def make_runner(
     return Runner(model, pages, selector, record=record, apart=apart)
 
 
-def read_prompt(prompt: Prompt) -> list[int]:
-    """Return token ids as a list of ints; raise ValueError for anything else."""
+def read_prompt(prompt: Prompt) -> tuple[int, ...]:
+    """Return token ids as a tuple of ints; raise ValueError for anything else."""
     if isinstance(prompt, str | bytes):
         raise ValueError("a prompt is a list of token ids, not text: encode it first")
     if not hasattr(prompt, "__iter__") or getattr(prompt, "ndim", 1) == 0:
         raise ValueError("a prompt is a list of token ids, and generate takes a list of prompts")
-    tokens = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
-    if set(map(type, tokens)) <= {int}:
+    tokens = tuple(prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)
+    # prompts are long, so the loop runs in C
+    if operator.countOf(map(type, tokens), int) == len(tokens):
         return tokens
-    return [_read_token(token) for token in tokens]
+    return tuple(map(_read_token, tokens))
 
 
 def _read_token(token: Any) -> int:

@@ -130,8 +130,11 @@ class Pages:
         self._extend([row], missing, spares)
         return True
 
-    def reserve_all(self, rows: Rows, num_tokens: int) -> bool:
-        """`reserve` for several rows at once, including pages ahead."""
+    def reserve_all(self, rows: Rows, num_tokens: int | np.ndarray) -> bool:
+        """`reserve` for several rows at once, including pages ahead; each may need another number.
+
+        It takes as long as for one row, because the host works on all of them at once.
+        """
         missing, spares = self._count_short(rows, num_tokens, self.ahead)
         if missing.sum() > self.num_free:
             return False
@@ -200,24 +203,22 @@ class Pages:
     def _list_entries(self, row: np.ndarray, layer: np.ndarray, index: np.ndarray) -> Changes:
         """The entries of these tables from `index` on."""
         counts = np.maximum(self.counts[row, layer] - index, 0)
-        starts = (layer * self.num_rows + row) * self.most + index
-        # each table counts from its own start
-        places = np.repeat(starts - (counts.cumsum() - counts), counts)
-        places += np.arange(len(places))
+        places = _list_ranges((layer * self.num_rows + row) * self.most + index, counts)
         return Changes(places, self.tables.reshape(-1)[places])
 
     def _count_short(
-        self, rows: Rows, num_tokens: int, ahead: int = 0
+        self, rows: Rows, num_tokens: int | np.ndarray, ahead: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return, by row and layer, the pages missing for so many tokens, and the free slots."""
         at = find_rows(rows)
         behind = self.lengths[at] + self.promised[at][:, None]
         spares = self.counts[at] * self.page_size - behind
+        wanted = np.asarray(num_tokens).reshape(-1, 1)
         if ahead:
             # no further than the tables' size
             left = self.most * self.page_size - behind.max(axis=1, keepdims=True)
-            num_tokens = np.clip(left, num_tokens, num_tokens + ahead)
-        missing = -((spares - num_tokens) // self.page_size)
+            wanted = np.maximum(np.minimum(left, wanted + ahead), wanted)
+        missing = -((spares - wanted) // self.page_size)
         return np.maximum(missing, 0, out=missing), spares
 
     def _extend(self, rows: Rows, missing: np.ndarray, spares: np.ndarray) -> None:
@@ -240,8 +241,8 @@ class Pages:
         self.tables[layer[is_easy], row[is_easy], index[is_easy]] = page
         self._marks[page] = 1
         if len(page) < len(row):
-            rest = np.stack([row, layer, index, count, start])[:, ~is_easy]
-            if not self._take_ranges(*rest):
+            rest = np.array([row, layer, index, count, start])[:, ~is_easy]
+            if not (self._take_ranges(*rest) or self._take_ranges(*self._move_away(*rest))):
                 for table in rest.T.tolist():
                     self._take_pages(*table)
         self.room[find_rows(rows)] = (spares + missing * self.page_size).min(axis=1)
@@ -256,20 +257,34 @@ class Pages:
     ) -> bool:
         """Give each table `count` consecutive pages from its start on, if they are all free.
 
-        This serves the layers of a new prompt in one operation, if the cache has room.
+        This serves all layers of new prompts in one operation, if the cache has room.
         """
-        num_pages = int(count[0])
-        starts = np.sort(start)
-        is_apart = (count == num_pages).all() and (np.diff(starts) >= num_pages).all()
-        if not is_apart or starts[-1] + num_pages > self.num_pages:
+        order = start.argsort()
+        stops = (start + count)[order]
+        if stops[-1] > self.num_pages or (stops[:-1] > start[order][1:]).any():
             return False
-        number = np.arange(num_pages)
-        pages = start[:, None] + number
+        pages = _list_ranges(start, count)
         if self._marks[pages].any():
             return False
-        self.tables[layer[:, None], row[:, None], index[:, None] + number] = pages
+        places = _list_ranges((layer * self.num_rows + row) * self.most + index, count)
+        self.tables.reshape(-1)[places] = pages
         self._marks[pages] = 1
         return True
+
+    def _move_away(
+        self,
+        row: np.ndarray,
+        layer: np.ndarray,
+        index: np.ndarray,
+        count: np.ndarray,
+        start: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Move the starts to where the search for free pages is, with room to grow in between."""
+        widths = count + self.num_pages // (self.num_rows * self.num_layers)
+        stops = widths.cumsum()
+        first = self._next if self._next + stops[-1] <= self.num_pages else 0
+        self._next = min(first + int(stops[-1]), self.num_pages)
+        return row, layer, index, count, first + stops - widths
 
     def _take_pages(self, row: int, layer: int, index: int, count: int, page: int) -> None:
         """Write free pages into a table: `page` and those after it if they are free.
@@ -297,12 +312,19 @@ class Pages:
         row, count = rows[number], extra[number, layer]
         kept = self.counts[row, layer] - count
         # the pages after those that each table keeps
-        index = np.repeat(kept - (count.cumsum() - count), count)
-        index += np.arange(len(index))
-        pages = self.tables[np.repeat(layer, count), np.repeat(row, count), index]
+        places = _list_ranges((layer * self.num_rows + row) * self.most + kept, count)
+        pages = self.tables.reshape(-1)[places]
         self._marks[pages] = 0
         self.num_free += len(pages)
         self.counts[row, layer] = kept
+
+
+def _list_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """List `counts[i]` consecutive numbers from each `starts[i]` on, one range after another."""
+    # each range counts from its own start
+    numbers = (starts - (counts.cumsum() - counts)).repeat(counts)
+    numbers += np.arange(len(numbers))
+    return numbers
 
 
 def find_rows(rows: Rows) -> slice | np.ndarray:

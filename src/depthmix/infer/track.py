@@ -24,16 +24,15 @@ class Track:
     params: SamplingParams
     seed: int
     prompt: np.ndarray
-    """The prompt's tokens, in the form runners take."""
-    tokens: list[int]
-    """The prompt's tokens, then the generated ones known so far."""
-    num_prompt: int
+    """The prompt's tokens, shared by all samples of the request."""
     max_new: int
     meter: DepthMeter
     stream: TextStream | None
     seen: Tensor | None
     """The occurrences of tokens (`sampling.mark_seen`), if they are penalised and the runner does
     not keep them itself."""
+    new: list[int] = field(default_factory=list)
+    """The tokens generated and known so far."""
     trail: Trail = field(default_factory=Trail)
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
@@ -42,7 +41,7 @@ class Track:
     @property
     def num_new(self) -> int:
         """Number of tokens generated."""
-        return len(self.tokens) - self.num_prompt
+        return len(self.new)
 
     def read_score(self) -> TokenScore | None:
         """The newest token's log-probabilities, if they were requested."""
@@ -52,9 +51,13 @@ class Track:
 
     def list_tokens(self, start: int, count: int) -> np.ndarray | list[int]:
         """Tokens from position `start` on; fewer if a step in flight has yet to draw some."""
-        if start + count <= self.num_prompt:
+        # places among the generated tokens
+        first, stop = start - len(self.prompt), start + count - len(self.prompt)
+        if stop <= 0:
             return self.prompt[start : start + count]
-        return self.tokens[start : start + count]
+        if first >= 0:
+            return self.new[first:stop]
+        return self.prompt[start:].tolist() + self.new[:stop]
 
     def take(
         self, token: int, logprob: float, top: tuple[list[int], list[float]] | None = None
@@ -64,8 +67,8 @@ class Track:
         `top` holds the most probable tokens at this position and their log-probabilities; only as
         many as the sample requested are kept.
         """
-        tokens, params = self.tokens, self.params
-        tokens.append(token)
+        params = self.params
+        self.new.append(token)
         if params.logprobs is not None:
             self.logprobs.append(logprob)
             if top is not None and params.logprobs:
@@ -82,7 +85,7 @@ class Track:
             self.text += text
             if self.stream.stopped:
                 return text, "stop"
-        return text, "length" if len(tokens) - self.num_prompt == self.max_new else None
+        return text, "length" if len(self.new) == self.max_new else None
 
     def flush(self) -> str:
         """Return the text that was held back, which is final now."""
@@ -94,7 +97,7 @@ class Track:
         """Return the finished sample."""
         wish = self.params.logprobs
         return Sample(
-            tokens=tuple(self.tokens[self.num_prompt :]),
+            tokens=tuple(self.new),
             text=None if self.stream is None else self.text,
             finish=finish,
             logprobs=None if wish is None else tuple(self.logprobs),

@@ -407,8 +407,7 @@ class FusedRunner:
             self.state.allocate_seen().index_copy_(0, rows, self._send(seen))
 
     def _mark_seen(self, track: Track) -> Tensor:
-        prompt, generated = track.tokens[: track.num_prompt], track.tokens[track.num_prompt :]
-        return mark_seen(prompt, generated, self.config.vocab_size)
+        return mark_seen(track.prompt.tolist(), track.new, self.config.vocab_size)
 
     def _send(self, tensor: Tensor) -> Tensor:
         if not self.on_gpu:
@@ -570,7 +569,7 @@ def _fill(
     to.fill(-1)
     # -1 for a token that a step in flight has yet to sample
     alone = zip(tracks[:num_alone], plan.start[:num_alone].tolist(), strict=True)
-    given[:num_alone] = [t.tokens[start] if len(t.tokens) > start else -1 for t, start in alone]
+    given[:num_alone] = [(*track.list_tokens(start, 1), -1)[0] for track, start in alone]
     rows[:num_alone] = chunk_row[:num_alone] = plan.row[:num_alone]
     positions[:num_alone] = plan.start[:num_alone]
     chunks[:num_alone] = begin[:num_alone] = begins[:num_alone]

@@ -97,7 +97,7 @@ class Runner:
     def launch(self, plan: Plan, tracks: Sequence[Track]) -> Ready:
         """Compute these chunks and draw the next tokens, synchronously."""
         works = [
-            Work(chunk, track.tokens[chunk.start : chunk.start + chunk.count])
+            Work(chunk, np.asarray(track.list_tokens(chunk.start, chunk.count)).tolist())
             for chunk, track in zip(plan, tracks, strict=True)
         ]
         batches = [[work] for work in works] if self.apart else [works]
