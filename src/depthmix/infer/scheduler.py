@@ -384,7 +384,7 @@ class Scheduler:
         for sequence in prefills:
             if sequence.row is None:
                 continue
-            wanted = self._count_chunk(sequence.row, num_left)
+            wanted = self._count_next(sequence.row, num_left)
             count = self._reserve_tokens(sequence.row, wanted)
             while wanted and not count and self._preempt_younger(sequence, planned):
                 count = self._reserve_tokens(sequence.row, wanted)
@@ -392,21 +392,37 @@ class Scheduler:
                 return
             chunks.append(self._make_chunk(sequence.row, count))
             num_left -= count
-        while self._waiting and self._free_rows:
-            sequence, row = self._waiting[0], self._free_rows[0]
+        self._admit(num_left, chunks)
+
+    def _admit(self, num_left: int, chunks: list[Chunk]) -> None:
+        """Give rows to waiting sequences and add their first chunks."""
+        wanted: list[int] = []
+        for sequence in self._waiting[: len(self._free_rows)]:
+            expected = min(sequence.num_known, sequence.max_known)
+            count = self._count_chunk(0, sequence.num_prompt, expected, num_left)
+            if not count:
+                break
+            wanted.append(count)
+            num_left -= count
+        admitted = self._waiting[: len(wanted)]
+        rows = sorted(self._free_rows)[: len(wanted)]
+        # usually there are pages for all of them, which the loop then finds reserved
+        if wanted and not any(sequence.num_needed for sequence in admitted):
+            self.pages.reserve_all(rows, np.array(wanted))
+        for sequence, row, most in zip(admitted, rows, wanted, strict=True):
             if sequence.num_needed > self.pages.num_free:
                 return
-            # the row is not taken yet, but `_count_chunk` reads the sequence's state from it
-            self._take_row(sequence, row)
-            count = self._reserve_tokens(row, self._count_chunk(row, num_left))
+            count = self._reserve_tokens(row, most)
             if not count:
-                self._key[row] = -1
                 return
             sequence.row = heappop(self._free_rows)
+            assert sequence.row == row
+            self._take_row(sequence, row)
             insort(self._running, self._waiting.pop(0), key=_get_arrival)
             self._rows = None
             chunks.append(self._make_chunk(row, count))
-            num_left -= count
+            if count < most:
+                return
 
     def _take_row(self, sequence: _Sequence, row: int) -> None:
         self._key[row] = sequence.key
@@ -415,12 +431,15 @@ class Scheduler:
         self._max_known[row] = sequence.max_known
         self._num_computed[row] = self._num_started[row] = self._num_ahead[row] = 0
 
-    def _count_chunk(self, row: int, num_left: int) -> int:
-        """Count the tokens of a row's next chunk; 0 if it must wait for a later step."""
-        start, num_expected = int(self._num_started[row]), int(self._count_expected(row))
+    def _count_next(self, row: int, num_left: int) -> int:
+        """Count the tokens of a row's next chunk."""
+        start, num_prompt = int(self._num_started[row]), int(self._num_prompt[row])
+        return self._count_chunk(start, num_prompt, int(self._count_expected(row)), num_left)
+
+    def _count_chunk(self, start: int, num_prompt: int, num_expected: int, num_left: int) -> int:
+        """Count the tokens of a chunk from `start` on; 0 if it must wait for a later step."""
         if not self.invariant:
             return min(num_expected - start, self.chunk_tokens, num_left)
-        num_prompt = int(self._num_prompt[row])
         end = min(start + self.chunk_tokens - start % self.chunk_tokens, num_expected)
         count = min(end, num_prompt) - start if start < num_prompt else 1
         return count if count <= num_left else 0
