@@ -98,12 +98,15 @@ class PagedCache:
     def follow(self, changes: Changes) -> None:
         """Bring the device's tables up to date."""
         if len(changes.places):
-            new = torch.from_numpy(np.stack(changes))
+            # one transfer for both types
+            places = changes.places.view(np.int32)
+            new = torch.from_numpy(np.concatenate([places, changes.pages], dtype=np.int32))
             if self.tables.is_cuda:
                 # with pinned memory the host need not wait
                 new = new.pin_memory().to(self.tables.device, non_blocking=True)
+            places, pages = new[: len(places)].view(torch.int64), new[len(places) :]
             # an entry listed twice gets the same page both times
-            self.tables.view(-1).index_copy_(0, new[0], new[1].int())
+            self.tables.view(-1).index_copy_(0, places, pages)
 
     def send_tables(self) -> None:
         """Send all tables to the device, whatever was sent before."""

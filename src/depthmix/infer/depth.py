@@ -84,9 +84,12 @@ class Trail:
 
         Tokens recomputed after a preemption take the same paths as before.
         """
-        num_known, self.num_tokens = self.num_tokens, max(self.num_tokens, start + count)
-        if num_known > start:
-            taken = taken[min(count, num_known - start) * (len(taken) // count) :]
+        num_again = self.num_tokens - start
+        if num_again > 0:
+            num_again = min(count, num_again)
+            taken = taken[num_again * (len(taken) // count) :]
+            start, count = self.num_tokens, count - num_again
+        self.num_tokens = start + count
         self.taken += taken
 
     def read(self) -> Paths:

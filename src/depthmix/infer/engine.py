@@ -430,7 +430,7 @@ class Engine:
                 if token is None:
                     continue
                 path = self._paths[taken if count == 1 else taken[-(len(taken) // count) :]]
-                num_new = track.num_new
+                num_new = len(track.new)
                 try:
                     text, finish = track.take(token, logprob, top)
                     if finish is not None:

@@ -39,6 +39,8 @@ DEPTH, NUM_STAGES, MOST_ROUNDS = 2, 3, 8
 SIZES = (32, 64, 96, 128, 192, 256)
 # numbers of chunks, of each kind, are padded to one of these
 CHUNKS = (0, 4, 16, 64, 256)
+# numbers sent for a new sample: its `shares` and `counts` (see `DrawState`), and its row
+NUM_NEWS = 10
 
 
 class StepShape(NamedTuple):
@@ -74,6 +76,7 @@ class Stage(NamedTuple):
 
     inputs: Tensor
     parts: list[np.ndarray]
+    news: np.ndarray
     outcomes: list[Outcome]
     """By round."""
     event: torch.cuda.Event | None
@@ -81,15 +84,20 @@ class Stage(NamedTuple):
 
 
 class Step:
-    """One shape of step: its inputs and outputs, on the device and staged on the host."""
+    """One shape of step: its inputs and outputs, on the device and staged on the host.
+
+    The inputs begin with `news`: settings of samples new to the device, and their rows, by column.
+    """
 
     def __init__(self, shape: StepShape, num_routes: int, device: torch.device) -> None:
         self.shape, on_gpu = shape, device.type == "cuda"
         # every chunk may sample a token
         num_tokens, num_chunks = shape.num_tokens, shape.num_sampled
-        sizes = [num_tokens] * 4 + [num_chunks + 1, num_chunks, 1, num_chunks, 1, num_chunks]
+        sizes = [2 * NUM_NEWS * num_chunks, *[num_tokens] * 4]
+        sizes += [num_chunks + 1, num_chunks, 1, num_chunks, 1, num_chunks]
         self.inputs = torch.zeros(sum(sizes), device=device, dtype=torch.int32)
-        *parts, self.sampled_row = self.inputs.split(sizes)
+        news, *parts, self.sampled_row = self.inputs.split(sizes)
+        self.news = news.view(torch.int64).view(NUM_NEWS, num_chunks)
         self.tokens = Tokens(*parts)
         # no rows; but the single-sequence kernel needs a valid one
         for rows in (self.tokens.row, self.tokens.chunk_row, self.sampled_row):
@@ -112,13 +120,14 @@ class Step:
         def make_stage() -> Stage:
             # views for the host to write and read
             inputs = torch.zeros(self.inputs.shape, dtype=torch.int32, pin_memory=on_gpu)
-            parts = [part.numpy() for part in inputs.split(sizes)]
+            news, *parts = (part.numpy() for part in inputs.split(sizes))
+            news = news.view(np.int64).reshape(self.news.shape)
             # align each round to 8 bytes, the size of the widest type
             shape_told = (shape.most_rounds, -(-sum(told_sizes) // 8) * 8)
             told = torch.zeros(shape_told, dtype=torch.uint8, pin_memory=on_gpu)
             rows = told[:, : sum(told_sizes)]
             outcomes = [Outcome(row, *(part.numpy() for part in split(row))) for row in rows]
-            return Stage(inputs, parts, outcomes, torch.cuda.Event() if on_gpu else None)
+            return Stage(inputs, parts, news, outcomes, torch.cuda.Event() if on_gpu else None)
 
         self.stages = [make_stage() for _ in range(NUM_STAGES)]
         # the decoding rows that each stage was filled for, if it holds nothing else
@@ -209,7 +218,12 @@ class FusedRunner:
         self.weights = self.stacks.weights
         self.rules = make_rules(config, selector)
         self.cache = PagedCache(config, pages, device=self.device, dtype=weight.dtype, by_page=True)
-        self.state = DrawState(pages.num_rows, config.vocab_size, self.device)
+        self.state = state = DrawState(pages.num_rows, config.vocab_size, self.device)
+        # all settings as one tensor, so that one operation writes those of new samples
+        num_shares = len(state.shares)
+        self.settings = torch.cat([state.shares.view(torch.int64), state.counts])
+        state.shares = self.settings[:num_shares].view(torch.float64)
+        state.counts = self.settings[num_shares:]
         most_alone = choose_alone(pages.num_rows)
         self.most_tokens = most_tokens = max(choose_size(max_step_tokens), most_alone)
         most_sampled = max(2 * choose_chunks(pages.num_rows), most_alone)
@@ -226,7 +240,6 @@ class FusedRunner:
         )
         self.single = self._make_single()
         self.routed_layers = np.array(config.routed_layers, dtype=np.int64)
-        self.num_dense = config.num_layers - len(config.routed_layers)
         self.steps: dict[StepShape, Step] = {}
         # the outputs of a step have their own buffers, so graphs can share memory for the rest
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
@@ -266,9 +279,10 @@ class FusedRunner:
         A token that visits a block is stored there, each query sees the keys before it and its own,
         and no block has experts, so everything follows from the row's lengths.
         """
-        lengths = self.pages.lengths[row]
-        num_visits, num_routed = int(lengths.sum()), int(lengths[self.routed_layers].sum())
-        num_pairs = int((lengths * (lengths + 1)).sum()) // 2
+        num_routed = int(self.pages.lengths[row, self.routed_layers].sum())
+        lengths = self.pages.lengths[row].tolist()
+        num_visits = sum(lengths)
+        num_pairs = sum(length * (length + 1) for length in lengths) // 2
         return Usage(num_visits, num_routed, 0, num_visits, num_routed, num_pairs, 0)
 
     def warm_up(self, progress: Callable[[int, int], None] | None) -> float:
@@ -333,15 +347,22 @@ class FusedRunner:
         else:
             self.cache.follow(self.pages.drain_changes())
         group = self._group
+        news = None
         if group is None or group.row is not plan.row:
-            group = self._group = self._find_group(plan, tracks)
+            news = self._list_news(plan, tracks)
+            group = self._group = self._find_group(plan)
         if group.order is not None:
             plan = Plan(*(column[group.order] for column in plan.columns), rounds=plan.rounds)
             tracks = [tracks[number] for number in group.order.tolist()]
         step = group.step
         stage = step.take_turn()
         begins = step.fill(plan, tracks, group.num_alone)
+        if news is not None:
+            stage.news[:, : news.shape[1]] = news
         step.inputs.copy_(stage.inputs, non_blocking=True)
+        if news is not None:
+            sent = step.news[:, : news.shape[1]]
+            self.settings.index_copy_(1, sent[-1], sent[:-1])
         tops: list[tuple[Tensor, Tensor] | None] = []
         for number, outcome in enumerate(stage.outcomes[: plan.rounds]):
             if number:
@@ -353,12 +374,11 @@ class FusedRunner:
             stage.event.record()
         return FusedFlight(self, plan, group.order, group.num_alone, begins, stage, tops)
 
-    def _find_group(self, plan: Plan, tracks: Sequence[Track]) -> _Group:
-        """Prepare a plan's step; send the settings of samples new to the device."""
+    def _find_group(self, plan: Plan) -> _Group:
+        """Prepare a plan's step."""
         num_alone, order = int(np.count_nonzero(plan.count == 1)), None
         if num_alone < len(plan):
             order = put_alone_first(plan.count)
-        self._send_settings(plan, tracks)
         asked = plan.row[plan.samples]
         return _Group(
             plan.row,
@@ -376,12 +396,12 @@ class FusedRunner:
             step = self.steps[shape] = Step(shape, len(self.config.routed_layers), self.device)
         return step
 
-    def _send_settings(self, plan: Plan, tracks: Sequence[Track]) -> None:
-        """Send the sampling settings of rows whose samples are new to the device."""
+    def _list_news(self, plan: Plan, tracks: Sequence[Track]) -> np.ndarray | None:
+        """Return the settings of samples new to the device, and their rows, by column."""
         self._settled[plan.row[plan.start == 0]] = -1
         is_new = plan.samples & (self._settled[plan.row] != plan.key)
         if not np.count_nonzero(is_new):
-            return
+            return None
         news = np.flatnonzero(is_new).tolist()
         new = [(int(plan.row[number]), tracks[number]) for number in news]
         for row, track in new:
@@ -394,17 +414,14 @@ class FusedRunner:
             [track.seed for _, track in new],
             [track.num_new for _, track in new],
         )
-        # one transfer for all types
-        rows = torch.from_numpy(plan.row[news])[None]
-        packed = self._send(torch.cat([shares.view(torch.int64), counts, rows]))
-        self.state.shares.index_copy_(1, packed[-1], packed[: len(shares)].view(torch.float64))
-        self.state.counts.index_copy_(1, packed[-1], packed[len(shares) : -1])
         marked = [(row, track) for row, track in new if track.params.penalizes]
         if marked:
             # graphs recorded before it is first allocated do not use it
             seen = torch.stack([self._mark_seen(track) for _, track in marked])
             rows = self._send(torch.tensor([row for row, _ in marked]))
             self.state.allocate_seen().index_copy_(0, rows, self._send(seen))
+        shares = shares.view(torch.int64).numpy()
+        return np.concatenate([shares, counts.numpy(), plan.row[news][None]])
 
     def _mark_seen(self, track: Track) -> Tensor:
         return mark_seen(track.prompt.tolist(), track.new, self.config.vocab_size)
