@@ -180,8 +180,8 @@ class Pages:
 
     def release(self, row: int) -> None:
         """Release all pages of a row: its layers are then empty."""
-        self._cut_tables(np.array([row]), self.counts[row][None])
-        self.lengths[row] = 0
+        self._free(self._list_places(row, np.arange(self.num_layers), 0, self.counts[row]))
+        self.counts[row] = self.lengths[row] = 0
         self.promised[row] = self.room[row] = 0
 
     def drain_changes(self) -> Changes:
@@ -203,7 +203,7 @@ class Pages:
     def _list_entries(self, row: np.ndarray, layer: np.ndarray, index: np.ndarray) -> Changes:
         """The entries of these tables from `index` on."""
         counts = np.maximum(self.counts[row, layer] - index, 0)
-        places = _list_ranges((layer * self.num_rows + row) * self.most + index, counts)
+        places = self._list_places(row, layer, index, counts)
         return Changes(places, self.tables.reshape(-1)[places])
 
     def _count_short(
@@ -266,8 +266,7 @@ class Pages:
         pages = _list_ranges(start, count)
         if self._marks[pages].any():
             return False
-        places = _list_ranges((layer * self.num_rows + row) * self.most + index, count)
-        self.tables.reshape(-1)[places] = pages
+        self.tables.reshape(-1)[self._list_places(row, layer, index, count)] = pages
         self._marks[pages] = 1
         return True
 
@@ -312,11 +311,23 @@ class Pages:
         row, count = rows[number], extra[number, layer]
         kept = self.counts[row, layer] - count
         # the pages after those that each table keeps
-        places = _list_ranges((layer * self.num_rows + row) * self.most + kept, count)
-        pages = self.tables.reshape(-1)[places]
-        self._marks[pages] = 0
-        self.num_free += len(pages)
+        self._free(self._list_places(row, layer, kept, count))
         self.counts[row, layer] = kept
+
+    def _free(self, places: np.ndarray) -> None:
+        """Release the pages in these entries."""
+        self._marks[self.tables.reshape(-1)[places]] = 0
+        self.num_free += len(places)
+
+    def _list_places(
+        self,
+        row: np.ndarray | int,
+        layer: np.ndarray,
+        index: np.ndarray | int,
+        count: np.ndarray,
+    ) -> np.ndarray:
+        """List the flat indices of `count` entries of each table from `index` on."""
+        return _list_ranges((layer * self.num_rows + row) * self.most + index, count)
 
 
 def _list_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
