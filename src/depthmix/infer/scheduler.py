@@ -302,10 +302,12 @@ class Scheduler:
         # false in the usual case, where all sequences decode
         if prefills or self._waiting:
             self._plan_prefills(prefills, chosen, chunks)
+        if not len(chosen):
+            return Plan.gather(chunks)
         ones = np.ones(len(chosen), dtype=np.int64)
         plan = Plan(self._key[chosen], chosen, self._num_started[chosen], ones, ones.astype(bool))
         if not chunks:
-            if 0 < len(chosen) == len(rows) and not self._waiting:
+            if len(chosen) == len(rows) and not self._waiting:
                 # until one of them ends, each step decodes the next tokens of the same rows
                 self._repeated, self._was_started = plan, False
                 self._num_repeats = int((self._max_known[rows] - start).min()) - 1

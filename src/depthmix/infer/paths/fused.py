@@ -513,7 +513,8 @@ class FusedRunner:
         if num_chunks == num_tokens:
             kept_CR = taken_RT.T
         else:
-            kept_CR = np.add.reduceat(taken_RT, begins, axis=1, dtype=np.int64).T
+            # twice as fast as with int64
+            kept_CR = np.add.reduceat(taken_RT, begins, axis=1, dtype=np.int32).T
         stored_CL = np.repeat(plan.count[:, None], self.config.num_layers, axis=1)
         stored_CL[:, self.routed_layers] = kept_CR
         taken = _read_taken(taken_RT, plan, flight.num_alone, begins)
@@ -546,10 +547,10 @@ def _read_taken(
     num_routes = len(taken_RT)
     if not num_routes:
         return [b""] * len(plan)
-    taken_TR = np.ascontiguousarray(taken_RT.T)
-    taken = taken_TR[:num_alone].view(f"V{num_routes}")[:, 0].tolist()
+    alone = np.ascontiguousarray(taken_RT.T[:num_alone])
+    taken = alone.view(f"V{num_routes}")[:, 0].tolist()
     for begin, count in zip(begins[num_alone:].tolist(), plan.count[num_alone:], strict=True):
-        taken.append(taken_TR[begin : begin + count].tobytes())
+        taken.append(taken_RT.T[begin : begin + count].tobytes())
     return taken
 
 
