@@ -420,6 +420,8 @@ def test_bad_options_are_refused(options: dict[str, Any], sentence: str) -> None
         ([1] * 65, {}, "the prompt has 65 tokens, but the model's max_seq_len is 64: shorten it"),
         ([1, 64], {}, "token 64 is not in the vocabulary of 64"),
         ([-1, 1], {}, "token -1 is not in the vocabulary of 64"),
+        ([1, 1 << 40], {}, "token 1099511627776 is not in the vocabulary of 64"),
+        ([1, -(1 << 80)], {}, "token -1208925819614629174706176 is not in the vocabulary of 64"),
         ([1], {"stop": ["x"]}, "stop strings need text: give the engine a `decode` function"),
         (
             [1] * 9,

@@ -163,25 +163,27 @@ class PromisesMachine(RuleBasedStateMachine):
             pages.promise(row, num_tokens)
             self.flights[row].append(num_tokens)
 
-    @rule(data=st.data(), num_tokens=st.integers(1, 12))
-    def reserve_all(self, data: st.DataObject, num_tokens: int) -> None:
+    @rule(data=st.data(), num_tokens=st.lists(st.integers(1, 12), min_size=3, max_size=3))
+    def reserve_all(self, data: st.DataObject, num_tokens: list[int]) -> None:
         """Several rows at once get what each would get alone, if there is enough for all."""
         pages = self.pages
         rows = data.draw(st.lists(st.integers(0, pages.num_rows - 1), unique=True, min_size=1))
         missing, before, num_free = 0, list_tables(pages), pages.num_free
-        for row in rows:
-            behind = sum(self.flights[row]) + num_tokens
+        each = np.array(num_tokens[: len(rows)])
+        for row, count in zip(rows, each.tolist(), strict=True):
+            behind = sum(self.flights[row]) + count
             longest = max(self.lengths[row]) + sum(self.flights[row])
-            behind += max(0, min(pages.ahead, pages.most * pages.page_size - longest - num_tokens))
+            behind += max(0, min(pages.ahead, pages.most * pages.page_size - longest - count))
             for table, length in zip(before[row], self.lengths[row], strict=True):
                 missing += max(0, -(-(length + behind) // pages.page_size) - len(table))
-        assert pages.reserve_all(rows, num_tokens) == (missing <= num_free)
+        # one number for all rows may come as it is
+        same = int(each[0]) if (each == each[0]).all() else each
+        assert pages.reserve_all(rows, same) == (missing <= num_free)
         if missing > num_free:
             assert list_tables(pages) == before
             return
         assert pages.num_free == num_free - missing
-        for row in rows:
-            assert pages.room[row] >= num_tokens
+        assert (pages.room[rows] >= each).all()
 
     @rule(data=st.data(), seed=st.integers(0, 2**32))
     def settle(self, data: st.DataObject, seed: int) -> None:
@@ -296,6 +298,18 @@ def test_many_pages_are_neighbours_where_their_own_place_is_taken() -> None:
         assert pages.reserve(row, 50)
         for table in list_tables(pages)[row]:
             assert table == list(range(table[0], table[0] + 50))
+
+
+def test_rows_of_any_length_that_start_together_get_neighbouring_pages() -> None:
+    pages = Pages(num_pages=900, page_size=2, num_layers=3, num_rows=5)
+    # the last one is too long for its place
+    for rows, num_tokens in (([0, 1, 4], [120, 1, 33]), ([3], [121])):
+        assert pages.reserve_all(rows, np.array(num_tokens))
+        for row, count in zip(rows, num_tokens, strict=True):
+            for table in list_tables(pages)[row]:
+                assert table == list(range(table[0], table[0] + -(-count // 2)))
+    owned = [page for row in list_tables(pages) for table in row for page in table]
+    assert len(set(owned)) == len(owned) == pages.num_used
 
 
 def test_a_table_that_changes_twice_is_told_as_it_is_now() -> None:

@@ -33,6 +33,17 @@ def make_track(*, text: bool = True, penalty: bool = False, **params: Any) -> Tr
     )
 
 
+def test_tokens_are_the_prompts_then_those_generated() -> None:
+    track = make_track()
+    for token in (5, 6, 7):
+        track.take(token, 0.0)
+    known = [0, 1, 5, 6, 7]
+    for start in range(6):
+        for count in range(1, 7):
+            # those past the end are not known yet
+            assert list(track.list_tokens(start, count)) == known[start : start + count]
+
+
 def test_it_ends_by_length() -> None:
     track = make_track()
     ends = [track.take(token, -0.5) for token in (2, 3, 2, 5)]

@@ -98,15 +98,15 @@ class PagedCache:
     def follow(self, changes: Changes) -> None:
         """Bring the device's tables up to date."""
         if len(changes.places):
-            # one transfer for both types
-            places = changes.places.view(np.int32)
-            new = torch.from_numpy(np.concatenate([places, changes.pages], dtype=np.int32))
+            # one transfer for int64 and int32
+            words = np.concatenate([changes.places.view(np.int32), changes.pages])
+            new = torch.from_numpy(words)
             if self.tables.is_cuda:
                 # with pinned memory the host need not wait
                 new = new.pin_memory().to(self.tables.device, non_blocking=True)
-            places, pages = new[: len(places)].view(torch.int64), new[len(places) :]
+            places, pages = new.tensor_split([2 * len(changes.places)])
             # an entry listed twice gets the same page both times
-            self.tables.view(-1).index_copy_(0, places, pages)
+            self.tables.view(-1).index_copy_(0, places.view(torch.int64), pages)
 
     def send_tables(self) -> None:
         """Send all tables to the device, whatever was sent before."""

@@ -131,9 +131,9 @@ class Pages:
         return True
 
     def reserve_all(self, rows: Rows, num_tokens: int | np.ndarray) -> bool:
-        """`reserve` for several rows at once, including pages ahead; each may need another number.
+        """`reserve` for several rows at once, including pages ahead.
 
-        It takes as long as for one row, because the host works on all of them at once.
+        `num_tokens` is one number for all rows, or one for each.
         """
         missing, spares = self._count_short(rows, num_tokens, self.ahead)
         if missing.sum() > self.num_free:

@@ -346,8 +346,7 @@ class FusedRunner:
             self._lost = False
         else:
             self.cache.follow(self.pages.drain_changes())
-        group = self._group
-        news = None
+        group, news = self._group, None
         if group is None or group.row is not plan.row:
             news = self._list_news(plan, tracks)
             group = self._group = self._find_group(plan)
@@ -587,7 +586,7 @@ def _fill(
     to.fill(-1)
     # -1 for a token that a step in flight has yet to sample
     alone = zip(tracks[:num_alone], plan.start[:num_alone].tolist(), strict=True)
-    given[:num_alone] = [(*track.list_tokens(start, 1), -1)[0] for track, start in alone]
+    given[:num_alone] = [next(iter(track.list_tokens(start, 1)), -1) for track, start in alone]
     rows[:num_alone] = chunk_row[:num_alone] = plan.row[:num_alone]
     positions[:num_alone] = plan.start[:num_alone]
     chunks[:num_alone] = begin[:num_alone] = begins[:num_alone]
