@@ -99,8 +99,8 @@ class PagedCache:
         """Bring the device's tables up to date."""
         if len(changes.places):
             # one transfer for int64 and int32
-            words = np.concatenate([changes.places.view(np.int32), changes.pages])
-            new = torch.from_numpy(words)
+            words = [changes.places.view(np.int32), changes.pages]
+            new = torch.from_numpy(np.concatenate(words, dtype=np.int32))
             if self.tables.is_cuda:
                 # with pinned memory the host need not wait
                 new = new.pin_memory().to(self.tables.device, non_blocking=True)
