@@ -834,6 +834,11 @@ def test_two_threads_cannot_step() -> None:
         ([torch.tensor(1.0)], r"a prompt is a list of token ids, and tensor\(1.\) is not one"),
         ([torch.tensor([1, 2])], r"a prompt is a list of token ids, and tensor\(\[1, 2\]\)"),
         ([torch.tensor(True)], r"a prompt is a list of token ids, and tensor\(True\)"),
+        (np.array([[1, 2]]), r"a prompt is a list of token ids, and array\(\[1, 2\]\) is not one"),
+        (
+            np.array([1.0]),
+            r"a prompt is a list of token ids, and (np\.float64\()?1.0\)? is not one",
+        ),
         (np.array([True]), r"a prompt is a list of token ids, and (np\.)?True_? is not one"),
         (torch.tensor(3), "a prompt is a list of token ids, and generate takes a list of"),
         (3, "a prompt is a list of token ids, and generate takes a list of prompts"),
@@ -850,6 +855,7 @@ def test_ids_may_come_as_other_whole_numbers() -> None:
     engine = Engine(get_model())
     expected = generate_one(engine, PROMPT, max_tokens=4, seed=1)
     prompts: list[Any] = [torch.tensor(PROMPT), np.array(PROMPT), tuple(PROMPT)]
+    prompts += [np.array(PROMPT, dtype=np.uint8), np.array(PROMPT, dtype=object)]
     for prompt in prompts:
         assert generate_one(engine, prompt, max_tokens=4, seed=1).tokens == expected.tokens
 

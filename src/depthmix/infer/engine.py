@@ -543,11 +543,18 @@ def read_prompt(prompt: Prompt) -> tuple[int, ...]:
         raise ValueError("a prompt is a list of token ids, not text: encode it first")
     if not hasattr(prompt, "__iter__") or getattr(prompt, "ndim", 1) == 0:
         raise ValueError("a prompt is a list of token ids, and generate takes a list of prompts")
-    tokens = tuple(prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)
-    # prompts are long, so the loop runs in C
+    # prompts are long, so loops over them run in C
+    if isinstance(prompt, torch.Tensor) or _is_vector(prompt):
+        prompt = prompt.tolist()
+    tokens = tuple(prompt)
     if operator.countOf(map(type, tokens), int) == len(tokens):
         return tokens
     return tuple(map(_read_token, tokens))
+
+
+def _is_vector(prompt: Prompt) -> bool:
+    """Whether this is an array of integers."""
+    return isinstance(prompt, np.ndarray) and prompt.ndim == 1 and prompt.dtype.kind in "iu"
 
 
 def _read_token(token: Any) -> int:

@@ -422,7 +422,8 @@ class Scheduler:
             self._take_row(sequence, row)
             insort(self._running, self._waiting.pop(0), key=_get_arrival)
             self._rows = None
-            chunks.append(self._make_chunk(row, count))
+            samples = count == min(sequence.num_known, sequence.max_known)
+            chunks.append(Chunk(sequence.key, row, 0, count, samples))
             if count < most:
                 return
 
