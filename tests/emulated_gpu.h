@@ -1,4 +1,4 @@
-// A GPU in slow motion: stands in for hopper.cuh, so that stream.cu and finish.cu run on a CPU.
+// A GPU in slow motion: stands in for hopper.cuh, so that kernels run on a CPU.
 //
 // Every thread of every program is a fiber. A fiber runs until it has to wait for others, so races
 // do not show, but everything else does: who waits for whom, what is read before it arrived, and
@@ -19,6 +19,10 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
 
 using std::max;
 using std::min;
@@ -50,6 +54,9 @@ struct Program {
   Warp warps[32];
   int arrived[2] = {0, 0};
   unsigned round[2] = {0, 0};
+  // of a cluster, in its first program
+  int met = 0;
+  unsigned meeting = 0;
 };
 
 struct Fiber {
@@ -218,6 +225,17 @@ inline void meet_threads() {
 inline void meet_all() {
   emulated::Program& program = *emulated::current->program;
   emulated::meet(program.arrived[1], program.round[1], static_cast<int>(emulated::num_threads));
+}
+
+inline void meet_cluster() {
+  emulated::Program* first = emulated::current->program - blockIdx.x % CLUSTER;
+  emulated::meet(first->met, first->meeting, CLUSTER * static_cast<int>(emulated::num_threads));
+}
+inline float load_other(const float* pointer, int rank) {
+  const emulated::Program* own = emulated::current->program;
+  const size_t place = reinterpret_cast<const char*>(pointer) - own->memory;
+  const emulated::Program* other = own - blockIdx.x % CLUSTER + rank;
+  return *reinterpret_cast<const float*>(other->memory + place);
 }
 
 // kernels run one after the other

@@ -1,4 +1,4 @@
-"""Runs `stream.cu` and `finish.cu` on a CPU, compiled for the emulated GPU of `emulated_gpu.h`."""
+"""Runs CUDA kernels on a CPU, compiled for the emulated GPU of `emulated_gpu.h`."""
 
 import ctypes
 import hashlib
@@ -17,7 +17,7 @@ PROGRAMS = 3
 
 
 def compile_emulated(
-    folder: Path, name: str, defines: Mapping[str, int | str], shared_bytes: int
+    folder: Path, name: str, defines: Mapping[str, int | str], num_threads: int, shared_bytes: int
 ) -> Callable[[ctypes.Structure, int], None]:
     """Compile the kernel of this name, as `nvrtc` does, with libraries kept in a folder."""
     assert COMPILER is not None
@@ -37,7 +37,7 @@ def compile_emulated(
     run = ctypes.CDLL(str(library)).run
 
     def launch(task: ctypes.Structure, num_programs: int) -> None:
-        stuck = run(ctypes.byref(task), num_programs, 32 * (stream.WARPS + 1), shared_bytes)
+        stuck = run(ctypes.byref(task), num_programs, num_threads, shared_bytes)
         assert not stuck, "the threads wait for each other"
 
     return launch

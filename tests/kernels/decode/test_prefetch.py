@@ -32,10 +32,12 @@ def _emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
         pytest.skip("there is no C++ compiler to emulate a GPU with")
     folder = tmp_path_factory.getbasetemp()
 
-    def compile_prefetch(defines: dict[str, int], device: Any, shared_bytes: int) -> Any:
-        return emulation.compile_emulated(folder, "prefetch", defines, shared_bytes)
+    def compile_prefetched(
+        name: str, defines: dict[str, int], device: Any, num_threads: int, shared_bytes: int
+    ) -> Any:
+        return emulation.compile_emulated(folder, name, defines, num_threads, shared_bytes)
 
-    monkeypatch.setattr(prefetch, "compile_prefetch", compile_prefetch)
+    monkeypatch.setattr(prefetch, "compile_prefetched", compile_prefetched)
     monkeypatch.setattr(stream, "count_programs", emulation.count_programs)
     monkeypatch.setattr(nvrtc, "find_obstacle", lambda device: None)
 
@@ -82,25 +84,28 @@ class Bench:
         self.mixed = make(NUM_TOKENS, mixed, dtype=dtype)
         self.mixed[num_kept:] = float("nan")
         self.count = torch.tensor([num_kept], device=DEVICE, dtype=torch.int32)
-        rules = plan.Rules(1, EPS, routed_layers=(1,))
+        rules = plan.Rules(1, EPS, routed_layers=(0, 1))
 
         def poison(width: int, dtype: torch.dtype) -> Tensor:
             return torch.full((NUM_TOKENS, width), float("nan"), device=DEVICE, dtype=dtype)
 
-        assert prefetch.find_obstacle(weights) is None
+        assert prefetch.find_obstacle(weights, rules, NUM_TOKENS) is None
         buffers = (poison(width, torch.float32), poison(width, dtype), poison(mlp_width, dtype))
-        self.products = prefetch.Prefetched(weights, rules, *buffers)
+        scores = (poison(1, torch.float32)[:, 0] for _ in range(2))
+        self.products = prefetch.Prefetched(weights, rules, *buffers, *scores)
+        unused = self.index
+        self.places = plan.Places(self.index, self.count, self.gate, *[unused] * 4)
 
     def run(self, layer: int) -> Tensor:
         """x after the end of a block."""
         x = self.x.clone()
-        self.products.finish(x, layer, self.mixed, self.index, self.count, self.gate)
+        self.products.finish(x, layer, self.mixed, self.places)
         return x
 
     def project(self, layer: int) -> Tensor:
         rows = self.weights.w_qkv.shape[1]
         qkv = torch.full((NUM_TOKENS, rows), 7.0, device=DEVICE, dtype=self.x.dtype)
-        self.products.project(self.x, layer, self.index, self.count, qkv)
+        self.products.project(self.x, layer, self.places, qkv)
         return qkv
 
     def compute_projection(self, layer: int) -> Tensor:
@@ -164,28 +169,43 @@ def test_sizes(sizes: tuple[int, int, int], is_swiglu: bool) -> None:
     check(Bench(weights, 9), 2e-3)
 
 
-@pytest.mark.parametrize("name", ["mod", "mod_gelu_mqa_untied"])
-def test_steps_of_many_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "selector", "overrides"),
+    [
+        ("mod", "predictor", {}),
+        ("mod", "router", {"routing.gate": "tanh1"}),
+        ("mod", "all", {}),
+        ("mod_gelu_mqa_untied", "predictor", {}),
+        ("mod_plain_scores", "router", {}),
+        # a token that left does not return
+        ("early_exit", "predictor", {}),
+        ("mod_first_tokens", "predictor", {}),
+        # programs of a cluster with several chunks of columns, with one, and with none
+        ("mod", "predictor", {"width": 832, "routing.predictor_width": 80}),
+    ],
+)
+def test_steps_of_many_rows(
+    name: str, selector: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks whose products are all of this kind, in decoding steps and beside a prompt."""
     monkeypatch.setattr(blocks_module, "LIGHT_BYTES", 0)
     sizes = {"num_layers": 4, "width": 64, "num_heads": 4, "head_width": 16, "mlp_width": 128}
-    options = {**sizes, "vocab_size": 50, "max_seq_len": 40}
+    options = {**sizes, "vocab_size": 50, "max_seq_len": 40, **overrides}
     model = step_bench.make(name, dtype=torch.float16, **options)
-    bench = step_bench.Bench(model, "predictor", 20, most=32)
+    bench = step_bench.Bench(model, selector, 20, most=32)
     kinds = []
     launch = bench.blocks.few.prefetched._launch
 
-    def watch(kind: str, tensors: Any) -> None:
+    def watch(kind: str, *rest: Any) -> None:
         kinds.append(kind)
-        launch(kind, tensors)
+        launch(kind, *rest)
 
     bench.blocks.few.prefetched._launch = watch
     step, room = step_bench.Part, step_bench.Room
     bench.step([step(row, 1) for row in range(12)], [step(19, 9)], room(32, 16, 4))
     for number in range(3):
         bench.step([step(row, 1) for row in range(number, 19)], [], room(32, 32, 0))
-    num_routed = len(model.config.routed_layers)
-    assert kinds == ["project", "out", "in", "back"] * num_routed * 4
+    assert set(kinds) == {"decide", "project", "out", "in", "back"}
     bench.compare(0.01)
 
 
@@ -204,7 +224,8 @@ def test_bf16() -> None:
 )
 def test_obstacles(sizes: tuple[int, int, int], dtype: torch.dtype, message: str) -> None:
     weights = make_weights(*sizes, is_swiglu=True, dtype=dtype)
-    obstacle = prefetch.find_obstacle(weights)
+    rules = plan.Rules(1, EPS, routed_layers=(1,))
+    obstacle = prefetch.find_obstacle(weights, rules, NUM_TOKENS)
     assert message in obstacle
 
 
@@ -213,15 +234,17 @@ def test_a_program_takes_no_more_shared_memory_than_there_is(
     room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetch, "find_room", lambda device: room)
-    num_parts = prefetch.count_parts(DEVICE)
-    size = prefetch.count_rest() + num_parts * (prefetch.PART_BYTES + 16)
+    num_parts = prefetch.count_parts(DEVICE, 256)
+    size = prefetch.count_rest(256) + num_parts * (prefetch.PART_BYTES + 16)
     assert 2 <= num_parts <= prefetch.MOST_PARTS
     assert size <= room
 
 
-def test_the_argument_is_as_the_kernel_has_it() -> None:
+def test_the_arguments_are_as_the_kernels_have_them() -> None:
     """Names, types and their order."""
-    emulation.check_task(Path(prefetch.__file__).with_name("prefetch.cu"), prefetch.Task)
+    folder = Path(prefetch.__file__).parent
+    emulation.check_task(folder / "prefetch.cu", prefetch.PrefetchTask)
+    emulation.check_task(folder / "decide.cu", prefetch.DecideTask)
 
 
 @pytest.mark.gpu
@@ -247,7 +270,7 @@ def test_launches_that_follow_each_other_at_once() -> None:
 
     def work() -> None:
         for number in range(40):
-            bench.products.finish(x, number % 2, mixed, bench.index, bench.count, bench.gate)
+            bench.products.finish(x, number % 2, mixed, bench.places)
             # what follows depends on it, and is depended on
             mixed[:11].copy_(x[bench.index[:11].long()]).mul_(0.5)
             x.clamp_(-4, 4)

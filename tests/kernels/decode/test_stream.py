@@ -50,7 +50,8 @@ def _emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.getbasetemp()
 
     def compile_stream(defines: dict[str, int | str], device: Any, shared_bytes: int) -> Any:
-        return emulation.compile_emulated(folder, "stream", defines, shared_bytes)
+        num_threads = 32 * (stream.WARPS + 1)
+        return emulation.compile_emulated(folder, "stream", defines, num_threads, shared_bytes)
 
     monkeypatch.setattr(stream, "compile_stream", compile_stream)
     monkeypatch.setattr(stream, "count_programs", emulation.count_programs)
@@ -147,7 +148,7 @@ def test_obstacles(changes: dict[str, Any], message: str) -> None:
 
 def test_the_argument_is_as_the_kernel_has_it() -> None:
     """Names, types and their order."""
-    emulation.check_task(Path(stream.__file__).with_name("stream.cu"), stream.Task)
+    emulation.check_task(Path(stream.__file__).with_name("stream.cu"), stream.StreamTask)
 
 
 @pytest.mark.gpu

@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthmix.kernels.decode import chunks, places
-from depthmix.kernels.decode.plan import Rules, Weights, check_model
-from depthmix.kernels.decode.routed import BLOCK_ROWS, FewRows, Places
+from depthmix.kernels.decode.plan import Places, Rules, Weights, check_model
+from depthmix.kernels.decode.routed import BLOCK_ROWS, FewRows
 from depthmix.kernels.decode.stream import StreamedBlocks, find_obstacle
 
 # Maximum tokens of a step, or expected places of a routed block, for which products of few rows are
@@ -331,9 +331,9 @@ class Blocks:
             self._normalize_all(layer, x, everyone)
         if way == "prefetch":
             owed = self._adds_before(layer, tokens, num_chunks)
-            self.few.decide(*decides, more=self.more[:num_tokens] if owed else None)
+            more = self.more[:num_tokens] if owed else None
             assert self.few.prefetched is not None
-            self.few.prefetched.project(x, layer, kept.index, kept.count, qkv)
+            self.few.prefetched.decide_and_project(*decides, qkv, more)
         elif way == "beside":
             self.few.decide(*decides)
             self._project_few(layer, x, projected, everyone, is_prepared, beside=True)
@@ -349,7 +349,7 @@ class Blocks:
         else:
             self._decide(layer, route, x, tokens, previous, kept)
             if few and self.few.prefetched is not None:
-                self.few.prefetched.project(x, layer, kept.index, kept.count, qkv)
+                self.few.prefetched.project(x, layer, kept, qkv)
             else:
                 norm = weights.norm_attention[layer]
                 places.normalize_places(x, kept.index, kept.count, norm, eps, normed)

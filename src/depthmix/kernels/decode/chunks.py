@@ -82,8 +82,9 @@ def _rotate_and_store(
 ):
     """Some heads of one place; a thread holds both elements of each rotated pair."""
     if overlaps:
-        gdc_launch_dependents()
+        # in this order: what follows attention relies on what was written before this kernel
         gdc_wait()
+        gdc_launch_dependents()
     place = tl.program_id(0).to(tl.int64)
     # volatile, so that it is not loaded after the count; past the count it may be any token
     token = tl.load(index + place, volatile=True)

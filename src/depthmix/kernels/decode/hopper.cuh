@@ -115,6 +115,24 @@ __device__ __forceinline__ void meet_threads() {
 }
 __device__ __forceinline__ void meet_all() { __syncthreads(); }
 
+// --- programs of a cluster -----------------------------------------------------------------------
+
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// a number in the shared memory of another program
+__device__ __forceinline__ float load_other(const float* pointer, int rank) {
+  unsigned place;
+  float value;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(place)
+               : "r"(find_shared(pointer)), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(place) : "memory");
+  return value;
+}
+
 // --- kernels that start before the previous one ends ---------------------------------------------
 
 // from here on, the next kernel may start as soon as its programs find room

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthmix.kernels.decode.attention import Heads
@@ -86,6 +86,25 @@ class Rules(NamedTuple):
     """Positions before this one are always kept."""
     early_exit: bool = False
     """A token that skips a routed block skips all later ones."""
+
+
+class Places(NamedTuple):
+    """Which tokens take part in a block: they occupy places, in order."""
+
+    index: Int[Tensor, " P"]
+    """Token of each place."""
+    count: Int[Tensor, " 1"]
+    """Number of occupied places."""
+    gate: Float[Tensor, " T"]
+    """The factor of a token's update."""
+    slot: Int[Tensor, " T"]
+    """A token's place, -1 if it skips the block."""
+    first: Int[Tensor, " chunks_and_one"]
+    """Place of each chunk's first token, followed by the count."""
+    taken: Int[Tensor, " T"]
+    """1 if a token takes part, as a byte for the host."""
+    alone: Int[Tensor, " alone"]
+    """Row of a place whose token is alone in its row, else -1."""
 
 
 class StepTuning(NamedTuple):

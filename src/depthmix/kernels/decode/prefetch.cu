@@ -1,11 +1,14 @@
 // A product of a routed block for the few tokens that it keeps: one launch for each of four.
 //
-// The kernel may start while the one before it still runs, and fills its ring with weights: when its
-// vectors are ready, much of the matrix is already in shared memory.
+// The kernel may start while the one before it still runs, and fills its ring with weights: when
+// its vectors are ready, much of the matrix is already in shared memory. The first product may also
+// give places to the tokens that the block keeps, after decide.cu: that is faster than another
+// kernel, although every program does it.
 //
 // Tokens are processed sixteen at a time. If a block keeps more, the matrix is read again.
 
-enum { PROJECT, OUT, IN, BACK };  // queries, keys and values; attention's output; the MLP's products
+// queries, keys and values; attention's output; the MLP's two products
+enum { PROJECT, OUT, IN, BACK };
 
 constexpr bool IS_PAIRED = KIND == IN && IS_SWIGLU;
 constexpr bool NORMALIZES = KIND == PROJECT || KIND == IN;
@@ -19,12 +22,24 @@ struct Task {
   const number_t* weight;
   const number_t* source;  // a vector for each place; for PROJECT, each token
   const number_t* norm;    // of the vectors, or null
-  const int* index;        // token of each place
-  const int* count;        // number of places
-  const float* gate;       // by token
+  int* index;              // token of each place
+  int* count;              // number of places
+  float* gate;             // by token
   number_t* x;             // by token
   float* update;           // attention's, by place
   number_t* result;        // by place
+  // if places are given, by token
+  const int* row;       // of the cache; -1 where there is no token
+  const int* position;  // in its sequence
+  const int* previous;  // place in the routed block before, without which none is given; or null
+  const float* score;
+  const float* wish;
+  int* slot;             // place, or -1
+  int* first;            // number of places before, and of all
+  unsigned char* taken;  // 1 if it has a place
+  int* alone;            // row of each place
+  int num_tokens;
+  int first_tokens;
   float norm_eps;
 };
 
@@ -32,6 +47,9 @@ struct Shared {
   Gates gates;
   float squares[WARPS][TOKENS];
   int token[TOKENS];  // of each place
+  int count;          // number of places; -1 until it is known
+  int kept[WARPS];    // number of tokens in each warp that have a place
+  int tokens[DECIDES ? MOST_TOKENS : 1];  // of all places
 };
 constexpr int SUMS_BYTES = 4 * 2 * TILE_SUMS;
 
@@ -47,7 +65,10 @@ struct Worker : Multiplier {
       // until then, threads may still read the last group's tokens
       meet();
       const int number = min(count - first, TOKENS);
-      if (thread < number) shared->token[thread] = load_fresh(task.index + first + thread);
+      if (thread < number) {
+        const int place = first + thread;
+        shared->token[thread] = DECIDES ? shared->tokens[place] : load_fresh(task.index + place);
+      }
       meet();
       // the vectors; in PROJECT, all threads have waited before
       if (KIND != PROJECT && first == 0) await_previous();
@@ -56,8 +77,56 @@ struct Worker : Multiplier {
     if (KIND != PROJECT && count == 0) await_previous();
   }
 
+  // Find the tokens that the block keeps, in order; return their number. One program also stores
+  // this for the kernels that follow.
+  __device__ __forceinline__ int give_places() {
+    const bool stores = blockIdx.x == 0;
+    int count = 0;
+    for (int begin = 0; begin < task.num_tokens; begin += THREADS) {
+      const int token = begin + thread;
+      const bool is_there = token < task.num_tokens;
+      int home = -1, position = 0, previous = 0;
+      float score = 0.0f, wish = 0.0f;
+      if (is_there) {
+        home = load_fresh(task.row + token);
+        position = load_fresh(task.position + token);
+        score = load_fresh(task.score + token);
+        wish = load_fresh(task.wish + token);
+        if (task.previous) previous = load_fresh(task.previous + token);
+      }
+      const bool wishes = KEEPS_ALL || wish > 0.0f || position < task.first_tokens;
+      const bool is_kept = home >= 0 && previous >= 0 && wishes;
+      const unsigned votes = vote(is_kept);
+      if (lane == 0) shared->kept[warp] = __popc(votes);
+      meet();
+      int place = count + __popc(votes & ((1u << lane) - 1));
+      for (int other = 0; other < WARPS; other++) {
+        if (other < warp) place += shared->kept[other];
+        count += shared->kept[other];
+      }
+      if (is_kept) shared->tokens[place] = token;
+      if (stores && is_there) {
+        task.slot[token] = is_kept ? place : -1;
+        task.taken[token] = is_kept;
+        task.first[token] = place;
+        task.gate[token] = apply_gate(score);
+        if (is_kept) task.index[place] = token, task.alone[place] = home;
+      }
+      // the counts are read, and the tokens written
+      meet();
+    }
+    if (stores) {
+      for (int place = count + thread; place < task.num_tokens; place += THREADS)
+        task.alone[place] = -1;
+      if (thread == 0) *task.count = task.first[task.num_tokens] = count;
+    }
+    if (thread == 0) publish(&shared->count, count);
+    return count;
+  }
+
   __device__ __forceinline__ void multiply_group(int first, int number) {
-    const number_t* source = KIND == PROJECT ? task.source : task.source + 1LL * first * NUM_COLUMNS;
+    const number_t* source = task.source;
+    if (KIND != PROJECT) source += 1LL * first * NUM_COLUMNS;
     const int* places = KIND == PROJECT ? shared->token : nullptr;
     const unsigned mask = (1u << number) - 1;
     Piece given[HELD];
@@ -158,31 +227,36 @@ struct Worker : Multiplier {
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     prefetch(const __grid_constant__ Task task) {
+  let_next_start();
   SHARED_MEMORY(memory);
   char* ring = memory;
   float* sums = reinterpret_cast<float*>(memory + RING_BYTES);
   Shared* shared = reinterpret_cast<Shared*>(memory + RING_BYTES + SUMS_BYTES);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // what follows PROJECT relies on what the kernel before it wrote
-  if (KIND != PROJECT) let_next_start();
-  if (threadIdx.x == 0) shared->gates.open();
+  if (threadIdx.x == 0) {
+    shared->gates.open();
+    shared->count = -1;
+  }
   meet_all();
   if (warp == WARPS) {
     Feeder feeder(&shared->gates, ring, lane);
     // whether or not any token needs them
     const int copied = feeder.copy<NUM_COLUMNS, IS_PAIRED>(task.weight, NUM_ROWS, 0, PARTS);
-    // the kernel before PROJECT writes it; before the others, an earlier one did
-    if (KIND == PROJECT) await_previous();
-    const int count = load_fresh(task.count);
+    int count;
+    if (DECIDES) {
+      count = ask_lane(lane ? 0 : await_shared(&shared->count), 0);
+    } else {
+      // the kernel before PROJECT wrote it; before the others, an earlier one did
+      if (KIND == PROJECT) await_previous();
+      count = load_fresh(task.count);
+    }
     for (int first = 0; first < count; first += TOKENS)
       feeder.copy<NUM_COLUMNS, IS_PAIRED>(task.weight, NUM_ROWS, first ? 0 : copied);
     // a program must not end while copies are under way
     if (!count) feeder.await_copies(copied);
   } else {
-    if (KIND == PROJECT) {
-      await_previous();
-      let_next_start();
-    }
-    Worker(task, shared, ring, sums).run(load_fresh(task.count));
+    if (KIND == PROJECT) await_previous();
+    Worker worker(task, shared, ring, sums);
+    worker.run(DECIDES ? worker.give_places() : load_fresh(task.count));
   }
 }

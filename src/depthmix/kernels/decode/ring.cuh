@@ -35,6 +35,21 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
   return gate / (1.0f + __expf(-gate)) * up;
 }
 
+#ifdef GATE
+// the factor of a token's update, by its router's score
+__device__ __forceinline__ float apply_gate(float score) {
+#if GATE == 0  // raw
+  return score;
+#elif GATE == 1  // sigmoid
+  return 1.0f / (1.0f + expf(-score));
+#elif GATE == 2  // 1 + tanh
+  return 2.0f / (1.0f + expf(-2.0f * score));
+#elif GATE == 3  // unit
+  return 1.0f;
+#endif
+}
+#endif
+
 // of the ring's parts
 struct Gates {
   Gate full[PARTS];
@@ -73,7 +88,7 @@ struct Feeder {
       : gates(gates), ring(ring), policy(make_policy()), lane(lane) {}
 
   // This program's rows of a matrix; with partners, gate and up rows in two halves of each tile.
-  // Of its parts, those from `begin` on that come before `stop`; returns the number of parts so far.
+  // Of its parts, those from `begin` to `stop` - 1; returns the number of parts so far.
   template <int COLUMNS, bool PAIRED>
   __device__ int copy(const number_t* matrix, int num_rows, int begin = 0, int stop = 1 << 30) {
     int part = 0;

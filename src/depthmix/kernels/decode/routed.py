@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from depthmix.kernels.compiling import can_overlap, jit
-from depthmix.kernels.decode.plan import Rules, Weights, find_room, pick_size
+from depthmix.kernels.decode.plan import Places, Rules, Weights, find_room, pick_size
 from depthmix.kernels.decode.prefetch import Prefetched, find_obstacle
 from depthmix.kernels.decode.stages import ROUTER_EPS, apply_gate, gelu
 
@@ -196,7 +196,6 @@ def _give_places(
 )
 def _decide(
     x,
-    more,
     cache_row,
     previous,
     position,
@@ -238,9 +237,8 @@ def _decide(
 
     A program has sixteen rows and a part of their columns, so that no program reads for long. The
     last program to finish a group of rows sums its parts, and the last of these decides. Without a
-    predictor the router's score decides. `more`, if given, is added to x first. Rows may also be
-    `shaped`: stored times the norm's weights but not yet divided by their rms, which is still
-    unknown: the product divides by it.
+    predictor the router's score decides. Rows may also be `shaped`: stored times the norm's
+    weights but not yet divided by their rms, which is still unknown: the product divides by it.
     """
     if overlaps:
         # in this order: the next kernel relies on what was written before this one
@@ -272,12 +270,6 @@ def _decide(
     at_x = row[:, None].to(tl.int64) * width + column[None, :]
     mask = real[:, None] & inside[None, :]
     given = tl.load(x + at_x, mask=mask, other=0.0)
-    if more is not None:
-        # not in rows without a token, where there may be any numbers
-        full = mask & (tl.load(cache_row + row, mask=real, other=-1) >= 0)[:, None]
-        added = tl.load(more + at_x, mask=full, other=0.0)
-        given = (given.to(tl.float32) + added.to(tl.float32)).to(given.dtype)
-        tl.store(x + at_x, given, mask=full)
     vector = given.to(tl.float32)
     tl.store(part_square + row * parts + part, tl.sum(vector * vector, axis=1), mask=real)
     tl.store(part_score + row * parts + part, tl.sum(vector * judge[None, :], axis=1), mask=real)
@@ -465,25 +457,6 @@ def _multiply(
         gdc_wait()
 
 
-class Places(NamedTuple):
-    """Which tokens take part in a block: they occupy places, in order."""
-
-    index: Int[Tensor, " P"]
-    """Token of each place."""
-    count: Int[Tensor, " 1"]
-    """Number of occupied places."""
-    gate: Float[Tensor, " T"]
-    """The factor of a token's update."""
-    slot: Int[Tensor, " T"]
-    """A token's place, -1 if it skips the block."""
-    first: Int[Tensor, " chunks_and_one"]
-    """Place of each chunk's first token, followed by the count."""
-    taken: Int[Tensor, " T"]
-    """1 if a token takes part, as a byte for the host."""
-    alone: Int[Tensor, " alone"]
-    """Row of a place whose token is alone in its row, else -1."""
-
-
 class FewRows:
     """Blocks of steps of up to `num_rows` tokens; suitable for capture."""
 
@@ -533,8 +506,11 @@ class FewRows:
         self.more = make(num_rows, self.width)
         self.hidden = make(num_rows, self.mlp_width, dtype=dtype)
         self.prefetched = None
-        if rules.routed_layers and find_obstacle(weights) is None:
-            self.prefetched = Prefetched(weights, rules, self.more, self.shaped, self.hidden)
+        if rules.routed_layers and find_obstacle(weights, rules, num_rows) is None:
+            scores = (self.score, self.wish)
+            self.prefetched = Prefetched(
+                weights, rules, self.more, self.shaped, self.hidden, *scores
+            )
 
     def decide(
         self,
@@ -545,9 +521,8 @@ class FewRows:
         previous: Int[Tensor, " B"] | None,
         places: Places,
         shaped: Float[Tensor, "B D"] | None = None,
-        more: Float[Tensor, "B D"] | None = None,
     ) -> None:
-        """Choose rows and assign them `places`; `more`, if given, is added to x first.
+        """Choose rows and assign them `places`.
 
         `row` is -1 where there is no token; `previous` holds the last routed block's slots, for
         models in which a token that left does not return. `shaped` receives rows times the norm's
@@ -561,7 +536,6 @@ class FewRows:
         w_in, w_out, bias = (t[route] if t is not None and self.num_units else None for t in heads)
         _decide[(triton.cdiv(num_rows, BLOCK_ROWS.value), self.parts)](
             x,
-            more,
             row,
             previous,
             position,
@@ -689,8 +663,7 @@ class FewRows:
         With `next_norm`, the norm that follows the block, x is prepared for it in `shaped`.
         """
         if self.prefetched is not None and next_norm is None:
-            tensors = (places.index, places.count, places.gate)
-            self.prefetched.finish(x, layer, mixed, *tensors)
+            self.prefetched.finish(x, layer, mixed, places)
             return
         weights = self.weights
         norm = weights.norm_mlp[layer]

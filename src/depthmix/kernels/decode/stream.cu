@@ -322,18 +322,6 @@ struct Worker : Multiplier {
     return NORMALIZES ? total * invert(token, ROUTER_EPS) : total;
   }
 
-  static __device__ __forceinline__ float apply_gate(float score) {
-#if GATE == 0  // raw
-    return score;
-#elif GATE == 1  // sigmoid
-    return 1.0f / (1.0f + expf(-score));
-#elif GATE == 2  // 1 + tanh
-    return 2.0f / (1.0f + expf(-2.0f * score));
-#elif GATE == 3  // unit
-    return 1.0f;
-#endif
-  }
-
   // multiply by a norm's weights; the division by the rms follows the product
   __device__ __forceinline__ void apply(const Scale (&scale)[PIECES], Piece (&given)[PIECES]) {
 #pragma unroll

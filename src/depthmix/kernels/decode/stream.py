@@ -41,7 +41,7 @@ _POINTERS = (
 _NUMBERS = (*("num_tokens", "num_rows", "max_pages", "logits_stride", "first_tokens", "ahead"),)
 
 
-class Task(ctypes.Structure):
+class StreamTask(ctypes.Structure):
     """The kernel's argument; pointers that a model or a call does not need are null."""
 
     _fields_ = (
@@ -202,8 +202,8 @@ class StreamedBlocks:
             kernel(self._make_task(num_tokens, tensors), self.num_programs)
         return self.logits[: sampled.shape[0]]
 
-    def _make_task(self, num_tokens: int, tensors: dict[str, Tensor]) -> Task:
-        task = Task(norm_eps=self.rules.norm_eps, num_tokens=num_tokens)
+    def _make_task(self, num_tokens: int, tensors: dict[str, Tensor]) -> StreamTask:
+        task = StreamTask(norm_eps=self.rules.norm_eps, num_tokens=num_tokens)
         for name, value in self._fixed.items():
             setattr(task, name, value)
         for name, tensor in tensors.items():
