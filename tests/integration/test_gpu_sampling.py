@@ -259,7 +259,8 @@ def test_a_text_is_scored_while_requests_run(dtype: torch.dtype) -> None:
         ends += [event.result for event in engine.step() if event.result is not None]
     assert [sample.tokens for sample in ends] == [alone]
     # the pass multiplies in bf16, and a token's choice of blocks may hang on its rounding
-    assert (found - wanted[:, 0].cpu()).abs().median() < 0.02
+    wanted = wanted[:, 0].cpu()
+    assert ((found - wanted) / wanted).abs().median() < 5e-3
 
 
 def test_requests_that_are_computed_apart_do_not_disturb_each_other() -> None:

@@ -41,11 +41,9 @@ def run(model: Transformer, selector: str | None, path: str) -> Any:
 
 def force(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows or many; in steps without prompts also which rows routed blocks project."""
-    limit = 64 if path in ("few", "gather") else 0
+    limit = 64 if path == "few" else 0
     monkeypatch.setattr(blocks_module, "FEW_TOKENS", limit)
     monkeypatch.setattr(blocks_module, "FEW_PLACES", limit)
-    if path in ("gather", "all"):
-        monkeypatch.setattr(blocks_module, "LIGHT_BYTES", 0)
 
 
 @pytest.mark.parametrize("name", ["dense", "mod"])
@@ -58,7 +56,7 @@ def test_few_logits_of_many_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -
     bench.compare(1e-4)
 
 
-@pytest.mark.parametrize("path", ["few", "gather", "all", "many"])
+@pytest.mark.parametrize("path", ["few", "all", "many"])
 @pytest.mark.parametrize(
     ("name", "selector", "overrides"),
     [

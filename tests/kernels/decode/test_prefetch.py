@@ -15,7 +15,6 @@ stream = pytest.importorskip("depthmix.kernels.decode.stream")
 plan = pytest.importorskip("depthmix.kernels.decode.plan")
 emulation = pytest.importorskip("emulation")
 step_bench = pytest.importorskip("step_bench")
-blocks_module = pytest.importorskip("depthmix.kernels.decode.blocks")
 
 pytestmark = pytest.mark.slow
 
@@ -184,11 +183,8 @@ def test_sizes(sizes: tuple[int, int, int], is_swiglu: bool) -> None:
         ("mod", "predictor", {"width": 832, "routing.predictor_width": 80}),
     ],
 )
-def test_steps_of_many_rows(
-    name: str, selector: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_many_rows(name: str, selector: str, overrides: dict[str, Any]) -> None:
     """Blocks whose products are all of this kind, in decoding steps and beside a prompt."""
-    monkeypatch.setattr(blocks_module, "LIGHT_BYTES", 0)
     sizes = {"num_layers": 4, "width": 64, "num_heads": 4, "head_width": 16, "mlp_width": 128}
     options = {**sizes, "vocab_size": 50, "max_seq_len": 40, **overrides}
     model = step_bench.make(name, dtype=torch.float16, **options)

@@ -191,13 +191,7 @@ def check(
         ("early_exit", "predictor"),
     ],
 )
-@pytest.mark.parametrize("weights", ["light", "heavy"])
-def test_rows_that_are_kept(
-    name: str, selector: str, weights: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Small weights multiply all rows during the decision, large ones only kept rows."""
-    if weights == "heavy":
-        monkeypatch.setattr(blocks_module, "LIGHT_BYTES", 0)
+def test_rows_that_are_kept(name: str, selector: str) -> None:
     assert check(make(name), selector) > 1
 
 
@@ -247,11 +241,7 @@ def set_bias(model: Transformer, bias: float) -> None:
             layer.decider.predictor.w_out.bias.fill_(bias)
 
 
-@pytest.mark.parametrize("weights", ["light", "heavy"])
-def test_nobody_and_everybody(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if weights == "heavy":
-        # with this many rows, all are multiplied first
-        monkeypatch.setattr(blocks_module, "LIGHT_BYTES", 0)
+def test_nobody_and_everybody() -> None:
     model = make("mod")
     for bias, expected in ((-50.0, 0), (50.0, (MORE - 1) * 2)):
         set_bias(model, bias)

@@ -25,14 +25,9 @@ from depthmix.kernels.decode.stream import StreamedBlocks, find_obstacle
 # faster: these process 16 rows at a time, and a block may keep more than expected. More places if
 # the device can prefetch their weights.
 FEW_TOKENS, FEW_PLACES, MOST_PREFETCHED = 16, 13, 24
-# Maximum tokens of a step, and bytes of weights, for which a routed block projects all tokens while
-# the kept ones are chosen: larger weights would keep that kernel waiting for memory.
-MOST_BESIDE, LIGHT_BYTES = 64, 8 << 20
 # Maximum tokens of a step for which all blocks run in one launch, without and with routed blocks: a
 # launch for sixteen tokens costs more, and is worth it only if blocks are skipped.
 MOST_STREAMED = (8, 16)
-# ways to project queries, keys and values of all tokens: see `_choose_way`
-OF_ALL = ("beside", "all")
 # number of rows that attention is tuned for, relative to the number that the capacity suggests
 SLACK = 2
 
@@ -105,7 +100,6 @@ class Blocks:
         self.qkv = make(most_tokens, num_projected)
         # of all tokens of a step without prompts, whether kept or not
         self.projected = make(min(most_tokens, most_sampled), num_projected)
-        self.qkv_bytes = num_projected * width * weights.w_qkv.element_size()
         self.mixed = make(most_tokens, weights.w_attn_out.shape[2])
         self.wide = make(most_tokens, num_in)
         self.hidden = make(most_tokens, mlp_width)
@@ -244,15 +238,13 @@ class Blocks:
         qkv: Tensor,
         everyone: Places,
         is_prepared: bool,
-        *,
-        beside: bool = False,
     ) -> None:
         """Queries, keys and values of all tokens, which are already normalized."""
         source, prepared = self.normed[: x.shape[0]], None
         if is_prepared and x.shape[0] <= FEW_TOKENS:
             source, prepared = self.few.shaped, "update"
         w_qkv = self.weights.w_qkv[layer]
-        self.few.multiply("plain", source, w_qkv, qkv, everyone, prepared=prepared, beside=beside)
+        self.few.multiply("plain", source, w_qkv, qkv, everyone, prepared=prepared)
 
     def _find_norm(self, layer: int, tokens: Tokens, num_chunks: int) -> Tensor | None:
         """The next norm applied to all tokens, of a block or the head; None if there is none."""
@@ -260,7 +252,7 @@ class Blocks:
             # only products of few rows prepare it; otherwise only few tokens need logits
             most = max(tokens.given.shape[0], tokens.sampled.shape[0])
             return self.weights.norm if most <= FEW_TOKENS else None
-        if layer in self.capacity and self._choose_way(layer, tokens, num_chunks) not in OF_ALL:
+        if layer in self.capacity and self._choose_way(layer, tokens, num_chunks) != "all":
             return None
         return self.weights.norm_attention[layer]
 
@@ -276,17 +268,14 @@ class Blocks:
         """Choose how a routed block computes its queries, keys and values.
 
         With prompts, only kept tokens are projected (`kept`). Without prompts, every token is its
-        own chunk, and projecting all tokens takes as long as projecting the kept ones, since
-        reading the weights dominates. Light weights are read while the tokens are chosen
-        (`beside`), and so are heavier ones if the device can prefetch them (`prefetch`); if not,
-        they are read before (`all`). With few tokens (`gather`), often none is kept, and no weights
-        need to be read.
+        own chunk. If the device can prefetch weights, they are read while the tokens are chosen
+        (`prefetch`). If not, projecting all tokens takes as long as projecting the kept ones, since
+        reading the weights dominates, and can be done before (`all`). With few tokens (`gather`),
+        often none is kept, and no weights need to be read.
         """
         num_tokens = tokens.given.shape[0]
         if num_chunks or num_tokens > min(self.projected.shape[0], self.few.num_rows):
             return "kept"
-        if num_tokens <= MOST_BESIDE and self.qkv_bytes <= LIGHT_BYTES:
-            return "beside"
         if self.few.prefetched is not None and self._has_few(layer, num_tokens):
             return "prefetch"
         return "gather" if num_tokens <= FEW_TOKENS else "all"
@@ -326,24 +315,21 @@ class Blocks:
         busy = max(1, round(SLACK * self.capacity[layer] * num_alone))
         decides = (x, layer, tokens.position, tokens.row, previous, kept)
         way, w_qkv = self._choose_way(layer, tokens, num_chunks), weights.w_qkv[layer]
-        projected, of_all = self.projected[:num_tokens], way in OF_ALL
-        if of_all and not is_prepared:
-            self._normalize_all(layer, x, everyone)
+        projected = self.projected[:num_tokens]
         if way == "prefetch":
             owed = self._adds_before(layer, tokens, num_chunks)
             more = self.more[:num_tokens] if owed else None
             assert self.few.prefetched is not None
             self.few.prefetched.decide_and_project(*decides, qkv, more)
-        elif way == "beside":
-            self.few.decide(*decides)
-            self._project_few(layer, x, projected, everyone, is_prepared, beside=True)
         elif way == "gather":
             self.few.decide(*decides, shaped=normed)
             self.few.multiply("plain", normed, w_qkv, qkv, kept, prepared="decide", gathers=True)
         elif way == "all":
+            if not is_prepared:
+                self._normalize_all(layer, x, everyone)
             torch.mm(normed, w_qkv.T, out=projected)
             if few:
-                self.few.decide(*decides, shaped=normed)
+                self.few.decide(*decides)
             else:
                 self._decide(layer, route, x, tokens, previous, kept)
         else:
@@ -357,7 +343,7 @@ class Blocks:
                     self.few.multiply("plain", normed, w_qkv, qkv, kept)
                 else:
                     self._multiply(normed, w_qkv, qkv, kept, expected)
-        given = projected if of_all else None
+        given = projected if way == "all" else None
         self._attend(layer, qkv, mixed, tokens, kept, num_chunks, busy, given)
         if few:
             self.few.finish_block(x, layer, mixed, kept)

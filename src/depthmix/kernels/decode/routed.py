@@ -17,15 +17,14 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from depthmix.kernels.compiling import can_overlap, jit
+from depthmix.kernels.compiling import jit
 from depthmix.kernels.decode.plan import Places, Rules, Weights, find_room, pick_size
 from depthmix.kernels.decode.prefetch import Prefetched, find_obstacle
 from depthmix.kernels.decode.stages import ROUTER_EPS, apply_gate, gelu
 
-# rows of a matrix product: the minimum, and the number for larger steps
-BLOCK_ROWS, MANY_ROWS = tl.constexpr(16), 64
+# rows of a matrix product: the minimum
+BLOCK_ROWS = tl.constexpr(16)
 # parts of the predictor's units summed at a time, and the most units per product
 SUMMED, MOST_UNITS = tl.constexpr(8), 64
 # rows decided on together, as compiled sizes
@@ -52,7 +51,6 @@ class RowTuning(NamedTuple):
 TUNINGS = {
     "decide": RowTuning(num_stages=1),
     "plain": RowTuning(most_rows=32),
-    "project": RowTuning(most_rows=32, block=256, num_stages=3),
     "swiglu": RowTuning(),
     "gelu": RowTuning(num_stages=5),
     "store": RowTuning(num_stages=7),
@@ -227,7 +225,6 @@ def _decide(
     normalize: tl.constexpr,
     parts: tl.constexpr,
     passes: tl.constexpr,
-    overlaps: tl.constexpr,
     block_units: tl.constexpr,
     block_parts: tl.constexpr,
     block_rows: tl.constexpr,
@@ -240,10 +237,6 @@ def _decide(
     predictor the router's score decides. Rows may also be `shaped`: stored times the norm's
     weights but not yet divided by their rms, which is still unknown: the product divides by it.
     """
-    if overlaps:
-        # in this order: the next kernel relies on what was written before this one
-        gdc_wait()
-        gdc_launch_dependents()
     group = tl.program_id(0)
     part = tl.program_id(1)
     row = group * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -362,9 +355,7 @@ def _multiply(
     prepares: tl.constexpr,
     parts: tl.constexpr,
     block_parts: tl.constexpr,
-    block_rows: tl.constexpr,
     block_out: tl.constexpr,
-    beside: tl.constexpr,
     block: tl.constexpr,
     slices: tl.constexpr,
 ):
@@ -386,15 +377,15 @@ def _multiply(
     weight += lane_out[None, :, None].to(tl.int64) * width + lane
     partner = weight + num_out * width
     # volatile, so that it is not loaded after the count; past the count they may be any rows
-    number_row = tl.arange(0, block_rows)
+    number_row = tl.arange(0, BLOCK_ROWS)
     row = tl.load(index + number_row, mask=number_row < num_first, other=0, volatile=True)
     num_kept = tl.load(count)
     scales: tl.constexpr = parts > 0
     stores: tl.constexpr = kind == "store" or prepares
-    for first in range(0, num_kept, block_rows):
-        place = first + tl.arange(0, block_rows)
+    for first in range(0, num_kept, BLOCK_ROWS):
+        place = first + tl.arange(0, BLOCK_ROWS)
         real = place < num_kept
-        next_place = place + block_rows
+        next_place = place + BLOCK_ROWS
         next_row = tl.load(index + next_place, mask=next_place < num_kept, other=0)
         inside = real[None, :] & inside_out
         at = place[None, :] * num_out + lane_out[:, None]
@@ -410,8 +401,8 @@ def _multiply(
         squares = _load_if(scales, given_square + origin[None, :] * parts + number, there)
 
         rows = source + origin[None, :, None].to(tl.int64) * width + lane
-        total = tl.zeros((slices, block_out, block_rows), tl.float32)
-        second = tl.zeros((slices, block_out, block_rows), tl.float32)
+        total = tl.zeros((slices, block_out, BLOCK_ROWS), tl.float32)
+        second = tl.zeros((slices, block_out, BLOCK_ROWS), tl.float32)
         for column in range(0, width, block):
             wanted, given_there = loaded, real[None, :, None]
             if width % block != 0:
@@ -452,9 +443,6 @@ def _multiply(
         to = at_x if kind == "update" else at
         tl.store(out + to, total.to(out.dtype.element_ty), mask=inside)
         row = next_row
-    if beside:
-        # the next kernel waits for this one only, so this must not end before the previous one
-        gdc_wait()
 
 
 class FewRows:
@@ -474,7 +462,7 @@ class FewRows:
         self.tunings = {kind: limit_stages(kind, t, room) for kind, t in chosen.items()}
         self.width, self.mlp_width = weights.embedding.shape[1], weights.w_mlp_out.shape[2]
         self.kind_in = "swiglu" if weights.w_in.shape[1] == 2 * self.mlp_width else "gelu"
-        self.num_processors, self.overlaps = FEW_PROCESSORS, can_overlap(device)
+        self.num_processors = FEW_PROCESSORS
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             self.num_processors = properties.multi_processor_count
@@ -567,13 +555,11 @@ class FewRows:
             rules.normalize,
             self.parts,
             self.passes,
-            self.overlaps,
             block_units=self.block_units,
             block_parts=triton.next_power_of_2(self.parts),
             block_rows=pick_size(num_rows, BLOCKS_DECIDED),
             block=self.decided,
             num_warps=self.tunings["decide"].num_warps,
-            launch_pdl=self.overlaps,
         )
 
     def count_programs(self, kind: str, num_out: int) -> int:
@@ -595,18 +581,12 @@ class FewRows:
         norm: Float[Tensor, " D"] | None = None,
         prepared: str | None = None,
         gathers: bool = False,
-        beside: bool = False,
     ) -> None:
         """One of a block's products for the occupied places, see `_multiply`.
 
         `prepared` names the step that prepared the source: `decide`, or a kind. An `update` with a
-        `norm` prepares x for a following product. With `beside`, the product overlaps `decide`,
-        launched just before, if the device can, and reads each weight once for 64 rows.
+        `norm` prepares x for a following product.
         """
-        block_rows, tuned = BLOCK_ROWS.value, kind
-        if beside and source.shape[0] > block_rows:
-            block_rows, tuned = MANY_ROWS, "project"
-        beside, tuning = beside and self.overlaps, self.tunings[tuned]
         num_out, width = out.shape[1], weight.shape[1]
         assert source.is_contiguous()
         assert out.is_contiguous()
@@ -616,8 +596,8 @@ class FewRows:
             parts, given_square = self.parts, self.given_square
         elif prepared is not None:
             parts = self.num_parts[prepared]
-        columns = _fit_columns(tuning, width, weight.element_size())
-        num_programs = self.count_programs(tuned, num_out)
+        columns = _fit_columns(self.tunings[kind], width, weight.element_size())
+        num_programs = self.count_programs(kind, num_out)
         block_out = triton.next_power_of_2(triton.cdiv(num_out, num_programs))
         _multiply[(num_programs,)](
             source,
@@ -632,7 +612,7 @@ class FewRows:
             self.shaped,
             given_square,
             self.part_square,
-            min(block_rows, places.index.shape[0]),
+            min(BLOCK_ROWS.value, places.index.shape[0]),
             self.rules.norm_eps,
             num_programs,
             width,
@@ -642,11 +622,8 @@ class FewRows:
             prepares=kind == "update" and norm is not None,
             parts=parts,
             block_parts=triton.next_power_of_2(max(1, parts)),
-            block_rows=block_rows,
             # a matrix product needs at least 16
             block_out=max(16, block_out),
-            beside=beside,
-            launch_pdl=beside,
             **columns,
         )
 
@@ -679,7 +656,7 @@ def limit_stages(kind: str, tuning: RowTuning, room: int) -> RowTuning:
     A program has 227 KiB on an H200, and 99 on a desktop card.
     """
     num_rows = max(16, tuning.most_rows) * (2 if kind == "swiglu" else 1)
-    num_rows += MANY_ROWS if kind == "project" else BLOCK_ROWS.value
+    num_rows += BLOCK_ROWS.value
     # 16 bits each; for wider numbers a block has fewer columns. The router has 32 bits.
     num_bytes = 2 * tuning.block * (num_rows + (2 if kind == "decide" else 0))
     return tuning._replace(num_stages=min(tuning.num_stages, 1 + room // num_bytes))
