@@ -19,15 +19,13 @@ from torch import Tensor
 from depthmix.kernels.decode import chunks, places
 from depthmix.kernels.decode.plan import Places, Rules, Weights, check_model
 from depthmix.kernels.decode.routed import BLOCK_ROWS, FewRows
+from depthmix.kernels.decode.stream import TOKENS as MOST_STREAMED
 from depthmix.kernels.decode.stream import StreamedBlocks, find_obstacle
 
 # Maximum tokens of a step, or expected places of a routed block, for which products of few rows are
 # faster: these process 16 rows at a time, and a block may keep more than expected. More places if
 # the device can prefetch their weights.
 FEW_TOKENS, FEW_PLACES, MOST_PREFETCHED = 16, 13, 24
-# Maximum tokens of a step for which all blocks run in one launch, without and with routed blocks: a
-# launch for sixteen tokens costs more, and is worth it only if blocks are skipped.
-MOST_STREAMED = (8, 16)
 # number of rows that attention is tuned for, relative to the number that the capacity suggests
 SLACK = 2
 
@@ -89,7 +87,7 @@ class Blocks:
         self.stream, self.most_streamed = None, 0
         if find_obstacle(weights, rules, pools.key) is None:
             self.stream = StreamedBlocks(weights, rules, *pools)
-            self.most_streamed = MOST_STREAMED[bool(rules.routed_layers)]
+            self.most_streamed = MOST_STREAMED
 
         def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)

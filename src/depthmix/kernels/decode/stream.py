@@ -17,8 +17,8 @@ from depthmix.kernels.compiling import is_ahead
 from depthmix.kernels.decode.plan import Rules, Weights, find_room
 from depthmix.kernels.decode.stages import GATES
 
-# numbers of tokens that the kernel is compiled for
-SIZES = (8, 16)
+# most tokens: with sixteen, kernels for each product are faster
+TOKENS = 8
 # number of tokens up to which a routed block is expected to keep none
 AHEAD = 4
 # warps that multiply: fewer duplicate less work, more hide latency better
@@ -73,7 +73,7 @@ def find_obstacle(
 
 
 class StreamedBlocks:
-    """Runs all blocks for up to sixteen tokens over one cache; suitable for capture.
+    """Runs all blocks for up to eight tokens over one cache; suitable for capture.
 
     Launches must not overlap. All tokens belong to different rows.
     """
@@ -133,7 +133,7 @@ class StreamedBlocks:
             "NUM_LAYERS": num_layers,
         }
         self.route_of_layer = ",".join(map(str, routes))
-        most = SIZES[-1]
+        most = TOKENS
 
         def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)
@@ -174,7 +174,7 @@ class StreamedBlocks:
             "first_tokens": rules.first_tokens,
             "ahead": AHEAD,
         }
-        self.kernels: dict[int, nvrtc.Launch] = {}
+        self.kernel: nvrtc.Launch | None = None
 
     def run(
         self,
@@ -185,21 +185,20 @@ class StreamedBlocks:
         num_sampled: Int[Tensor, " 1"],
         taken: Int[Tensor, "R T"],
     ) -> Float[Tensor, "S V"]:
-        """All blocks and the head for up to sixteen tokens; `x` is overwritten.
+        """All blocks and the head for up to eight tokens; `x` is overwritten.
 
         Row -1 marks an empty place. Adds to the cache and its lengths.
         """
         num_tokens = x.shape[0]
         assert x.is_contiguous()
         assert taken.is_contiguous()
-        size = next(size for size in SIZES if num_tokens <= size)
+        assert num_tokens <= TOKENS
         tensors = {"x": x, "row": row, "position": position, "sampled": sampled}
         tensors |= {"num_sampled": num_sampled, "taken": taken}
-        kernel = self.kernels.get(size)
-        if kernel is None:
-            kernel = self.kernels[size] = self._compile(size)
+        if self.kernel is None:
+            self.kernel = self._compile()
         if not is_ahead():
-            kernel(self._make_task(num_tokens, tensors), self.num_programs)
+            self.kernel(self._make_task(num_tokens, tensors), self.num_programs)
         return self.logits[: sampled.shape[0]]
 
     def _make_task(self, num_tokens: int, tensors: dict[str, Tensor]) -> StreamTask:
@@ -210,8 +209,8 @@ class StreamedBlocks:
             setattr(task, name, tensor.data_ptr())
         return task
 
-    def _compile(self, size: int) -> nvrtc.Launch:
-        defines = {**self.defines, "TOKENS": size}
+    def _compile(self) -> nvrtc.Launch:
+        defines = {**self.defines, "TOKENS": TOKENS}
         rest = count_shared_bytes(defines, self.num_queries)
         num_parts = (find_room(self.device) - rest) // (PART_BYTES + 16)
         return compile_stream(
