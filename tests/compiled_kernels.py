@@ -142,10 +142,10 @@ def fail_to_compile() -> dict[str, Any]:
         x, count = torch.empty(8, 64), torch.empty(1, dtype=torch.int32)
 
     def launch_wrong() -> None:
-        places._activate[(1,)](x, count, x, 1, 64, "swiglu", block=63)
+        places._activate[(1,)](x, count, x, 1, 64, "swiglu", block=63, overlaps=False)
 
     def raise_late() -> None:
-        places._activate[(1,)](x, count, x, 1, 64, "swiglu", block=64)
+        places._activate[(1,)](x, count, x, 1, 64, "swiglu", block=64, overlaps=False)
         raise KeyboardInterrupt
 
     found = []

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # much of the compiler is Python code, which the global lock serializes
@@ -30,9 +31,13 @@ class Kernel(triton.JITFunction):
 
 
 @functools.cache
-def can_overlap(device: torch.device) -> bool:
-    """Whether a kernel can let the next one start before it ends: from Hopper on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Return options of a launch that may start before the previous kernel ends: see `await_turn`.
+
+    Devices can do that from Hopper on.
+    """
+    can = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"overlaps": can, "launch_pdl": can}
 
 
 def is_ahead() -> bool:
@@ -55,6 +60,17 @@ def jit(
     if INTERPRETED.value:
         return triton.jit(do_not_specialize=names)(function)
     return Kernel(function, do_not_specialize=names)
+
+
+@jit
+def await_turn(overlaps: tl.constexpr):
+    """Wait for the previous kernel, and let the next one start, which waits in its turn.
+
+    In this order, a kernel that starts can rely on what was written before the previous one.
+    """
+    if overlaps:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 def compile_ahead(work: Callable[[], object], progress: Callable[[int, int], object]) -> int:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from depthmix.kernels.compiling import INTERPRETED, can_overlap, jit
+from depthmix.kernels.compiling import INTERPRETED, jit, overlap
 
 # enough programs to saturate an H200's memory: about eight per multiprocessor
 PROGRAMS = 8 if INTERPRETED else 1024
@@ -146,11 +146,11 @@ def _attend_alone(
     page_size: tl.constexpr,
     extra: tl.constexpr,
     clear_empty: tl.constexpr,
-    overlaps: tl.constexpr,
     block_parts: tl.constexpr,
     block_tokens: tl.constexpr,
     block_width: tl.constexpr,
     num_stages: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """One part of one row's context, with one query per key head.
 
@@ -262,12 +262,12 @@ def _attend_grouped(
     page_size: tl.constexpr,
     extra: tl.constexpr,
     clear_empty: tl.constexpr,
-    overlaps: tl.constexpr,
     block_parts: tl.constexpr,
     block_tokens: tl.constexpr,
     block_width: tl.constexpr,
     heads_each: tl.constexpr,
     block_heads: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """The same for several queries that share a key head, by matrix products."""
     if overlaps:
@@ -416,7 +416,6 @@ def attend_rows(
     block_width = max(16, triton.next_power_of_2(head_width))
     num_busy = num_places if busy is None else min(busy, num_places)
     num_parts = min(MOST_PARTS, max(1, PROGRAMS // (num_busy * num_groups)))
-    overlaps = can_overlap(query.device)
     parts = (num_places, num_heads, num_parts if num_parts > 1 else 0)
     mixed = torch.empty((*parts, block_width), device=query.device, dtype=torch.float32)
     largest, total = (torch.empty(parts, device=query.device) for _ in range(2))
@@ -445,19 +444,18 @@ def attend_rows(
         page_size,
         extra,
         clear_empty,
-        overlaps,
         MOST_PARTS,
     )
     grid = (num_busy, num_groups, num_parts)
     if heads_each == 1:
         block_tokens, num_stages = ALONE_WHOLE if num_parts == 1 else ALONE_PARTS
         sizes = (block_tokens, block_width, num_stages)
-        _attend_alone[grid](*arguments, *sizes, num_warps=4, launch_pdl=overlaps)
+        _attend_alone[grid](*arguments, *sizes, num_warps=4, **overlap(query.device))
     else:
         # a matrix product needs at least 16 rows
         block_heads = max(16, triton.next_power_of_2(heads_each))
         sizes = (BLOCK_TOKENS, block_width, heads_each, block_heads)
-        _attend_grouped[grid](*arguments, *sizes, num_warps=4, launch_pdl=overlaps)
+        _attend_grouped[grid](*arguments, *sizes, num_warps=4, **overlap(query.device))
 
 
 @functools.cache

@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from depthmix.kernels import paged_triton
-from depthmix.kernels.compiling import INTERPRETED, can_overlap, jit
+from depthmix.kernels.compiling import INTERPRETED, await_turn, jit, overlap
 from depthmix.kernels.decode.plan import SHARED_BYTES, find_room, pick_size
 
 # elements in one half of the heads that a program rotates: 8 per thread of 4 warps, which is one
@@ -81,10 +80,7 @@ def _rotate_and_store(
     overlaps: tl.constexpr,
 ):
     """Some heads of one place; a thread holds both elements of each rotated pair."""
-    if overlaps:
-        # in this order: what follows attention relies on what was written before this kernel
-        gdc_wait()
-        gdc_launch_dependents()
+    await_turn(overlaps)
     place = tl.program_id(0).to(tl.int64)
     # volatile, so that it is not loaded after the count; past the count it may be any token
     token = tl.load(index + place, volatile=True)
@@ -246,8 +242,10 @@ def _attend_chunks(
     block_n: tl.constexpr,
     block_width: tl.constexpr,
     split: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """One head of a block of queries of one chunk; `scale` is for base-2 exponentials."""
+    await_turn(overlaps)
     head = tl.program_id(0)
     chunk = tl.arange(0, block_chunks)
     there = chunk < num_chunks
@@ -376,7 +374,6 @@ def rotate_and_store(
         return
     block_half = triton.next_power_of_2(head_width // 2)
     block_heads = min(max(1, BLOCK_ROTATED // block_half), triton.next_power_of_2(num_all))
-    overlaps = can_overlap(qkv.device)
     assert given is None or (given.stride() == qkv.stride() and given.dtype == qkv.dtype)
     _rotate_and_store[(num_places, triton.cdiv(num_all, block_heads))](
         qkv,
@@ -407,9 +404,8 @@ def rotate_and_store(
         given is not None,
         block_heads,
         block_half,
-        overlaps,
         num_warps=4,
-        launch_pdl=overlaps,
+        **overlap(qkv.device),
     )
 
 
@@ -479,6 +475,7 @@ def attend_chunks(
         tuning.split,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        **overlap(qkv.device),
     )
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from depthmix.kernels.compiling import jit
+from depthmix.kernels.compiling import await_turn, jit, overlap
 from depthmix.kernels.decode.plan import pick_size
 from depthmix.kernels.decode.stages import ROUTER_EPS, apply_gate, gelu
 
@@ -113,8 +113,10 @@ def _normalize(
     width: tl.constexpr,
     keep: tl.constexpr,
     block: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Normalize x row by row, or its sum with an update."""
+    await_turn(overlaps)
     lane = tl.arange(0, block)
     inside = lane < width
     scale_D = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
@@ -141,8 +143,10 @@ def _activate(
     width: tl.constexpr,
     kind: tl.constexpr,
     block: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Process parts of rows; the parts of a row are adjacent."""
+    await_turn(overlaps)
     num_items = tl.load(count) * parts
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         place = tl.cast(item // parts, tl.int64)
@@ -160,7 +164,18 @@ def _activate(
 
 
 @jit(do_not_specialize=["index", "count"])
-def _add_update(x, index, count, gate, update, more, width: tl.constexpr, block: tl.constexpr):
+def _add_update(
+    x,
+    index,
+    count,
+    gate,
+    update,
+    more,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    overlaps: tl.constexpr,
+):
+    await_turn(overlaps)
     lane = tl.arange(0, block)
     inside = lane < width
     num_kept = tl.load(count)
@@ -195,6 +210,7 @@ def _multiply(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Tiles of source · weightᵀ, whose columns are split into `splits` parts.
 
@@ -203,6 +219,7 @@ def _multiply(
     shared tile sums its parts, always in the same order. With `described`, the matrices are tensor
     descriptors: a copy engine reads tiles, with zeros past the last row and column.
     """
+    await_turn(overlaps)
     # divisors that the launch does not detect: their multiples are read 16 bytes at a time
     if unit < 16:
         width = width // unit * unit
@@ -294,8 +311,10 @@ def _score(
     block_tokens: tl.constexpr,
     block_units: tl.constexpr,
     block: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Both scores of some tokens; the predictor's from its units before normalization."""
+    await_turn(overlaps)
     first_token = tl.program_id(0) * block_tokens
     num_real = tl.load(num_tokens)
     if first_token >= num_real:
@@ -379,12 +398,14 @@ def _pack(
     block_chunks: tl.constexpr,
     block_counted: tl.constexpr,
     block: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Assign places to some tokens, after all tokens kept before them.
 
     Each program counts those again: no program waits for another, and reading a few thousand
     tokens takes less time than synchronizing with another program.
     """
+    await_turn(overlaps)
     start = tl.program_id(0) * block
     last = tl.program_id(0) == tl.num_programs(0) - 1
     num_real = tl.load(num_tokens)
@@ -575,6 +596,7 @@ def _launch_norm(
         keep,
         block=block,
         num_warps=_count_warps(block),
+        **overlap(x.device),
     )
 
 
@@ -608,6 +630,7 @@ def add_update(
         width,
         block=block,
         num_warps=_count_warps(block),
+        **overlap(x.device),
     )
 
 
@@ -624,7 +647,7 @@ def activate_places(
     block = min(BLOCK_HIDDEN, triton.next_power_of_2(width))
     parts = triton.cdiv(width, block)
     _activate[(min(PROGRAMS, num_places * parts),)](
-        hidden, count, out, parts, width, kind, block=block, num_warps=4
+        hidden, count, out, parts, width, kind, block=block, num_warps=4, **overlap(out.device)
     )
 
 
@@ -685,6 +708,7 @@ def multiply_places(
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         maxnreg=REGISTERS // threads if threads > REGISTERS // 255 else None,
+        **overlap(out.device),
     )
 
 
@@ -770,6 +794,7 @@ def score_tokens(
         block_units=min(128, triton.next_power_of_2(max(1, num_units))),
         block=min(1024, triton.next_power_of_2(width)),
         num_warps=4,
+        **overlap(x.device),
     )
 
 
@@ -829,6 +854,7 @@ def pack_tokens(
         block_counted=BLOCK_COUNTED,
         block=BLOCK_PACKED,
         num_warps=8,
+        **overlap(wish.device),
     )
 
 
