@@ -34,14 +34,6 @@ MEASUREMENTS = {
     "energy-small": Measurement(
         "Joules per token of decoding, width 1024", "engine.py --shape small --parts energy"
     ),
-    "generate": Measurement(
-        "transformers' generate() at its current version, 64 requests",
-        "engine.py --shape large --parts batch transformers --requests 64 --calls generate",
-    ),
-    "generate-batch": Measurement(
-        "transformers' generate_batch() to its end, 64 requests",
-        "engine.py --shape large --parts batch transformers --requests 64 --calls generate_batch",
-    ),
     "decode-transformers": Measurement(
         "a decoding step against a warm generate() of transformers, and torch.compile",
         "decode.py --skip batch prefill generate energy",
@@ -49,18 +41,6 @@ MEASUREMENTS = {
     "trained": Measurement(
         "trained models, sampled: a MoD and its dense twin (--runs, of the plan isoflop)",
         "trained.py",
-    ),
-    "small-64": Measurement(
-        "64 requests, width 1024", "engine.py --shape small --parts batch --requests 64"
-    ),
-    "large-8-64": Measurement(
-        "8 and 64 requests, width 2048", "engine.py --shape large --parts batch --requests 8 64"
-    ),
-    "prompts-large": Measurement(
-        "prompts of 2,048 and 8,192 tokens, width 2048", "engine.py --shape large --parts prompt"
-    ),
-    "prompts-small": Measurement(
-        "prompts of 2,048 and 8,192 tokens, width 1024", "engine.py --shape small --parts prompt"
     ),
     "long": Measurement(
         "share of the bandwidth at width 1536 and contexts of 8,192 tokens",

@@ -625,15 +625,27 @@ def read_engine(shape: str) -> list[dict[str, Any]]:
     return json.loads((RESULTS / f"engine-{shape}.json").read_text())["rows"]
 
 
-def find_pair(shape: str, way: str, requests: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The dense and the routed row of one kind of call."""
-    part = "single" if requests == 1 else "batch"
-    key = {"part": part, "way": way, "requests": requests}
+def find_rows(shape: str, **key: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The dense and the routed row of a measurement."""
     dense, mod = (
         next(r for r in read_engine(shape) if {**key, "model": model}.items() <= r.items())
         for model in ("dense", "mod")
     )
     return dense, mod
+
+
+def find_pair(shape: str, way: str, requests: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The dense and the routed row of one kind of call."""
+    part = "single" if requests == 1 else "batch"
+    return find_rows(shape, part=part, way=way, requests=requests)
+
+
+def list_prompt(shape: str, num_tokens: int) -> list[str]:
+    """Milliseconds of a prompt, dense and routed, their ratio, and the FLOPs'."""
+    dense, mod = find_rows(shape, part="prompt", prompt_tokens=num_tokens)
+    times = [1000 * row["warm_s"] for row in (dense, mod)]
+    ratios = (times[0] / times[1], dense["flops"] / mod["flops"])
+    return [*(f"{ms:.1f} ms" for ms in times), *(f"{ratio:.2f}" for ratio in ratios)]
 
 
 def find_speedup(shape: str, way: str, requests: int) -> float:
@@ -686,7 +698,36 @@ def write_batches() -> str:
     return write_table(head, rows)
 
 
+def write_prompts() -> str:
+    rows = []
+    for shape in SHAPES:
+        for num_tokens in PROMPTS:
+            dense, _ = find_rows(shape, part="prompt", prompt_tokens=num_tokens)
+            share = f"{100 * dense['share_of_peak']:.0f} %"
+            rows.append([shape, f"{num_tokens:,}", *list_prompt(shape, num_tokens), share])
+    head = ["", "tokens", "dense", "MoD", "ratio", "FLOPs allow", "dense, share of the peak"]
+    return write_table(head, rows)
+
+
+@cache
+def find_trained() -> dict[int, tuple[float, float]]:
+    """Microseconds a token of a trained dense model and its routed twin, by number of requests."""
+    rows = json.loads((RESULTS / "engine-trained.json").read_text())["rows"]
+    times = {(row["requests"], row["model"]): row["us_per_token"] for row in rows}
+    numbers = sorted({requests for requests, _ in times})
+    return {n: (times[n, "dense"], times[n, "mod"]) for n in numbers}
+
+
+def write_trained() -> str:
+    rows = [
+        [str(requests), f"{dense:.1f} µs a token", f"{mod:.1f}", f"{dense / mod:.2f}"]
+        for requests, (dense, mod) in find_trained().items()
+    ]
+    return write_table(["requests", "dense", "MoD", "ratio"], rows)
+
+
 SHAPES = ("large", "small")
+PROMPTS = (2048, 8192)
 WAYS = ("greedy", "temperature 0.8", "top-p 0.95")
 """What the engine is timed at, see `benchmarks/engine.py`."""
 
@@ -715,6 +756,11 @@ def write_speed() -> str:
         ]
         for requests in names
     ]
+    for num_tokens in PROMPTS:
+        *times, ratio, limit = list_prompt("large", num_tokens)
+        small = list_prompt("small", num_tokens)[2]
+        ratios = (f"{each}×" for each in (ratio, limit, small))
+        rows.append([f"a prompt of {num_tokens:,} tokens", *times, *ratios])
     head = ["what", "dense", "MoD", "ratio", "bytes and FLOPs allow", "ratio at width 1024"]
     return write_table(head, rows)
 
@@ -828,8 +874,7 @@ def write_claims() -> str:
     ]
     ratios, paths = read_step_ratios(), read_paths()
     faster = {n: f"{find_speedup('large', WAYS[-1], n):.2f}" for n in (1, 8, 64, 256)}
-    trained = [take_size(name).parameters / 1e6 for name in CLOCK]
-    sizes = min(trained), max(trained)
+    trained = {n: f"{dense / mod:.2f}" for n, (dense, mod) in find_trained().items()}
     rows = [
         (
             "At equal training FLOPs the best MoD is up to 1.5 % better than the best dense model",
@@ -884,10 +929,10 @@ def write_claims() -> str:
         ),
         (
             "Upwards of 50 % faster steps in sampling",
-            "**partly**: at equal shape with random weights, not for trained models",
+            "**partly**: at equal shape and width 2048, for one request and from 64 on",
             f"whole calls of a 1.3B shape: {faster[1]} times for one request, {faster[8]} for 8, "
-            f"{faster[64]} for 64 and {faster[256]} for 256. Trained models of {sizes[0]:.0f} to "
-            f"{sizes[1]:.0f} M parameters gain nothing for one request",
+            f"{faster[64]} for 64 and {faster[256]} for 256, with random weights. A trained pair "
+            f"of 10.7 M parameters: {trained[1]}, {trained[8]} (8) and {trained[64]} (64)",
             "one machine",
             "[engine.md](engine.md), [decode.md](decode.md)",
         ),
@@ -1131,6 +1176,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "upcycle": write_upcycle,
     "engine-single": write_single,
     "engine-batches": write_batches,
+    "engine-prompts": write_prompts,
+    "engine-trained": write_trained,
     "speed": write_speed,
     "claims": write_claims,
     "missing": write_missing,
