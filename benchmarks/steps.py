@@ -6,8 +6,8 @@
 Rows have contexts of 128 to 1,088 tokens, routed blocks an eighth of that. Weights are random, in
 bf16; every replay of a step has new tokens, and predictors are calibrated to 12.5 %. Times are
 medians of replays of a recorded step without drawing. "separate" is the same step without the
-kernel of `stream.cu`; both must agree. Bandwidth counts what a step has to read: the weights of
-blocks that any row takes, keys and values. Needs a GPU.
+kernels of `stream.cu` and `prefetch.cu`; both must agree. Bandwidth counts what a step has to read:
+the weights of blocks that any row takes, keys and values. Needs a GPU.
 """
 
 import argparse
@@ -169,11 +169,12 @@ def main() -> None:
         )
         for name in args.models:
             bench = Bench(shape, name, max(args.rows))
-            most_streamed = bench.blocks.most_streamed
+            blocks = bench.blocks
+            used = blocks.most_streamed, blocks.few.prefetched
             for num_rows in args.rows:
-                bench.blocks.most_streamed = most_streamed
+                blocks.most_streamed, blocks.few.prefetched = used
                 new = bench.time_step(num_rows, args.replays)
-                bench.blocks.most_streamed = 0
+                blocks.most_streamed, blocks.few.prefetched = 0, None
                 old = bench.time_step(num_rows, args.replays)
                 share = bench.count_bytes(num_rows, new.taken) / new.seconds / PEAK
                 print(

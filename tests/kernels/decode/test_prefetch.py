@@ -168,6 +168,47 @@ def test_sizes(sizes: tuple[int, int, int], is_swiglu: bool) -> None:
     check(Bench(weights, 9), 2e-3)
 
 
+@pytest.mark.parametrize("num_tokens", [30, 300])
+def test_places(num_tokens: int) -> None:
+    """Tokens of one warp, and more than a program has threads."""
+    weights = make_weights(64, 128, 192, is_swiglu=True, dtype=torch.float16)
+    rules = plan.Rules(1, EPS, routed_layers=(0, 1), selector="router", first_tokens=2)
+    buffers = (make(num_tokens, width) for width in (64, 64, 192))
+    torch.manual_seed(4)
+    score = make(num_tokens, dtype=torch.float32)
+    row, position, previous = (
+        torch.randint(-1, 9, (num_tokens,), dtype=torch.int32).to(DEVICE) for _ in range(3)
+    )
+    products = prefetch.Prefetched(weights, rules, *buffers, score, score)
+
+    def fill(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.full((size,), 7, device=DEVICE, dtype=dtype)
+
+    places = plan.Places(
+        index=fill(num_tokens),
+        count=fill(1),
+        gate=fill(num_tokens, torch.float32),
+        slot=fill(num_tokens),
+        first=fill(num_tokens + 1),
+        taken=fill(num_tokens, torch.uint8),
+        alone=fill(num_tokens),
+    )
+    x, qkv = make(num_tokens, 64), make(num_tokens, weights.w_qkv.shape[1])
+    given = {"row": row, "position": position, "previous": previous, "score": score, "wish": score}
+    given |= places._asdict()
+    products.project(x, 0, places, qkv, given)
+    kept = (row >= 0) & (previous >= 0) & ((score > 0) | (position < 2))
+    tokens, before = kept.nonzero()[:, 0], kept.cumsum(0) - kept.long()
+    count = len(tokens)
+    assert places.count.tolist() == [count]
+    assert places.index[:count].tolist() == tokens.tolist()
+    assert places.alone.tolist() == row[tokens].tolist() + [-1] * (num_tokens - count)
+    assert places.slot.tolist() == torch.where(kept, before, -1).tolist()
+    assert places.first.tolist() == [*before.tolist(), count]
+    assert places.taken.tolist() == kept.int().tolist()
+    torch.testing.assert_close(places.gate, score)
+
+
 @pytest.mark.parametrize(
     ("name", "selector", "overrides"),
     [
