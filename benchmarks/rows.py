@@ -13,6 +13,7 @@ a tuning is timed, its results are compared with those of the first one.
 import argparse
 import functools
 import json
+import os
 import statistics
 import tempfile
 from collections import defaultdict
@@ -21,6 +22,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+# read when a kernel is defined: without a GPU, Triton's own interpreter runs it
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 from depthmix.kernels import paged_triton
 from depthmix.kernels.compiling import compile_ahead
