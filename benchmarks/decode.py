@@ -205,7 +205,8 @@ class Bench:
             shares = measure_shares(step, shape.num_new)
             measured["share"] = None if shares is None else shares.mean().item()
             if self.meter is not None:
-                measured["joules_per_token"] = measure_energy(step, self.meter) / batch
+                joules, _ = measure_energy(lambda _: step(), self.meter, num_queued=50)
+                measured["joules_per_token"] = joules / batch
             self.add("decode", name, what=model, batch=batch, **measured)
             if self.profile:
                 print(f"{name}, batch {batch}, {model}\n{profile_step(step, self.device)}")

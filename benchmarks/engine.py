@@ -52,7 +52,7 @@ from baselines import make_llama
 from decode_models import ROUTING, SHAPES, make_config, make_model
 from decode_tables import find_row, print_line
 from meters import (
-    ENERGY_SECONDS,
+    measure_energy,
     name_device,
     open_meter,
     require_gpu,
@@ -63,7 +63,6 @@ from meters import (
 from depthmix import ModelConfig, flops
 from depthmix.infer import Engine, Result, SamplingParams
 from depthmix.nn import Transformer
-from depthmix.train.energy import EnergyCounter
 
 PARTS = ("single", "batch", "prompt", "energy", "memory", "transformers", "first")
 WAYS: dict[str, dict[str, Any]] = {
@@ -326,18 +325,6 @@ def measure_peak(size: int, device: str, dtype: torch.dtype) -> float:
     return 2 * size**3 / statistics.median(seconds)
 
 
-def measure_joules(call: Callable[[int], object], meter: EnergyCounter) -> tuple[float, int]:
-    """Joules per call, from a few seconds of repeated calls, and the number of calls."""
-    call(0)
-    torch.cuda.synchronize()
-    first, start, count = meter.read_joules(), time.perf_counter(), 0
-    while time.perf_counter() - start < ENERGY_SECONDS or count < 2:
-        count += 1
-        call(count)
-    torch.cuda.synchronize()
-    return (meter.read_joules() - first) / count, count
-
-
 class Bench:
     """The run: its options, and the measured rows."""
 
@@ -510,7 +497,7 @@ class Bench:
             def call(number: int, lengths: list[int] = lengths, params: Any = params) -> None:
                 subject.engine.generate(draw_tokens(subject.config, lengths, number), params)
 
-            joules, calls = measure_joules(call, meter)
+            joules, calls = measure_energy(call, meter)
             each = joules / (count * len(lengths))
             text = f"{1e3 * each:.2f} mJ a new token, of {calls} calls"
             about = {"model": subject.name, "case": case, "way": way, "requests": len(lengths)}

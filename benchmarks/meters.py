@@ -73,21 +73,24 @@ def name_device(device: str) -> str:
     return platform.processor() or platform.machine()
 
 
-def measure_energy(step: Callable[[], object], meter: EnergyCounter) -> float:
-    """Joules per step, from a few seconds of repeated steps; whole board, including idle power.
+def measure_energy(
+    call: Callable[[int], object], meter: EnergyCounter, *, num_queued: int = 1
+) -> tuple[float, int]:
+    """Joules per call, and the number of calls; whole board, including idle power.
 
-    The counter is updated about ten times a second, so shorter loops would be too inaccurate.
+    The counter is updated about ten times a second, so calls are repeated for a few seconds. Each
+    gets its number, after an uncounted call 0. `num_queued` are started before any is waited for.
     """
-    num_steps = 0
+    call(0)
     torch.cuda.synchronize()
-    first, start = meter.read_joules(), time.perf_counter()
-    while time.perf_counter() - start < ENERGY_SECONDS:
-        for _ in range(50):
-            step()
-        num_steps += 50
-        # otherwise the host would queue far more steps than run in the measured time
+    first, start, count = meter.read_joules(), time.perf_counter(), 0
+    while time.perf_counter() - start < ENERGY_SECONDS or count < 2:
+        for _ in range(num_queued):
+            count += 1
+            call(count)
+        # otherwise the host would queue far more calls than run in the measured time
         torch.cuda.synchronize()
-    return (meter.read_joules() - first) / num_steps
+    return (meter.read_joules() - first) / count, count
 
 
 def profile_step(step: Callable[[], object], device: str) -> str:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import engine
+import meters
 import pending
 import pytest
 
@@ -75,7 +76,7 @@ def test_energy_is_shared_by_the_new_tokens_of_all_calls(monkeypatch: pytest.Mon
     words = ["engine.py", "--cpu", "--parts", "energy", "--dense-only"]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(engine, "open_meter", lambda device: Meter())
-    monkeypatch.setattr(engine, "ENERGY_SECONDS", 0.0)
+    monkeypatch.setattr(meters, "ENERGY_SECONDS", 0.0)
     monkeypatch.setattr(engine.torch.cuda, "synchronize", lambda: None)
     bench = engine.Bench(engine.parse_arguments())
     bench.run()
