@@ -231,6 +231,10 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     args = parser.parse_args()
+    # it imports torch, which --help does not wait for
+    from meters import require_gpu
+
+    require_gpu(parser, cpu=args.cpu)
     with tempfile.TemporaryDirectory() as folder:
         rows = []
         for options in list_work(args, folder):

@@ -93,7 +93,8 @@ def test_energy_is_shared_by_the_new_tokens_of_all_calls(monkeypatch: pytest.Mon
     [
         *(["decode.py"], ["engine.py"], ["shapes.py"], ["train_step.py"], ["trained.py", "run"]),
         *(["train_loop.py", "--data", "data"], ["steps.py"], ["draw.py"], ["chunks.py"]),
-        *(["places.py"], ["kernels.py"], ["decode_kernel.py"]),
+        *(["places.py"], ["kernels.py"], ["decode_kernel.py"], ["serving.py"]),
+        ["presets.py", "--data", "data"],
     ],
     ids=lambda words: words[0],
 )
