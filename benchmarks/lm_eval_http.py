@@ -89,7 +89,7 @@ def main() -> int:
     # what is longer than the model is cut in two ways: leave it out
     fits = [pair for pair in pairs if len(vocabulary.encode("".join(pair))) < longest]
     network = place_network(stored, device)
-    inside = TaskModel(network, vocabulary)
+    inside = TaskModel(network, vocabulary, selector=stored.config.choose_selector(None))
     truth = score(inside, fits)
     with tempfile.TemporaryDirectory() as folder:
         exported = Path(folder) / "exported"

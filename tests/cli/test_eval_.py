@@ -124,6 +124,21 @@ def test_tasks_never_look_ahead(
     assert evaluate(capsys, folder, *tasks, "--selector", "router")["selector"] == "router"
 
 
+def test_topk_is_refused_where_a_task_generates(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = pytest.importorskip("depthmix.eval.tasks", exc_type=ImportError)
+    own = tasks.list_own_tasks()["python_syntax"]
+    (tmp_path / own.with_suffix(".jsonl").name).write_text(own.with_suffix(".jsonl").read_text())
+    path = tmp_path / "writes.yaml"
+    text = own.read_text().replace("multiple_choice", "generate_until")
+    path.write_text(text.replace("task: python_syntax", "task: writes"))
+    assert main(["eval", str(run), "--tasks", str(path), "--selector", "topk"]) == 2
+    errors = capsys.readouterr().err
+    assert "--selector topk needs tokens that are not generated yet" in errors
+    assert "'writes' generates" in errors
+
+
 def test_dense_and_upcycled_agree_where_nothing_is_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """A model on disk, measured by one call: the same numbers as its parts give."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,4 +41,24 @@ def test_refusals_come_before_the_weights_are_read(run: Path) -> None:
     pytest.importorskip("lm_eval")
     with pytest.raises(ValueError, match="unknown selector 'magic'"):
         evaluate_model(model, EvalOptions(tasks=["x"], selector="magic"), device="cpu")
+    with pytest.raises(ValueError, match="there is no task 'nothing_such'"):
+        evaluate_model(model, EvalOptions(tasks=["nothing_such"]), device="cpu")
     assert "network" not in vars(model)
+
+
+def test_tasks_are_scored_by_the_selector_that_was_chosen(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = pytest.importorskip("depthmix.eval.tasks", exc_type=ImportError)
+    used: list[str | None] = []
+    original = tasks.TaskModel.loglikelihood
+
+    def spy(self: Any, requests: Any, **options: Any) -> Any:
+        used.append(self.selector)
+        return original(self, requests, **options)
+
+    monkeypatch.setattr(tasks.TaskModel, "loglikelihood", spy)
+    for selector, wanted in ((None, "predictor"), ("router", "router"), ("topk", "topk")):
+        options = EvalOptions(tasks=["python_syntax"], limit=1, selector=selector)
+        assert evaluate_model(open_model(run), options, device="cpu")["selector"] == wanted
+        assert used.pop() == wanted

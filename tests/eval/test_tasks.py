@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jinja2
 import pytest
 import torch
+import yaml
 
 from depthmix.data.tokenizer import train_tokenizer
 from depthmix.eval.options import EvalOptions
@@ -32,17 +33,13 @@ def make_model(name: str = "mod", batch_size: int = 4, **options: Any) -> Any:
     model = enlarge_updates(Transformer(make_config(name, vocab_size=300, max_seq_len=32))).eval()
     with torch.no_grad():
         model.norm.weight.mul_(20)
+    options = {"selector": model.config.choose_selector(None), **options}
     return tasks.TaskModel(model, Vocabulary(TOKENIZER, 0), batch_size=batch_size, **options)
 
 
 def run_tasks(model: Any, names: list[str], **options: Any) -> dict[str, dict[str, Any]]:
-    return tasks.run_tasks(model, EvalOptions(tasks=names, **options))
-
-
-def test_the_trained_head_decides_unless_another_is_named() -> None:
-    assert make_model().selector == "predictor"
-    assert make_model(selector="topk").selector == "topk"
-    assert make_model("dense").selector is None
+    given = EvalOptions(tasks=names, **options)
+    return tasks.run_tasks(model, tasks.load_tasks(given, model.selector), given)
 
 
 PAIRS = [
@@ -168,6 +165,47 @@ def test_tasks_in_files(tmp_path: Path) -> None:
     path.write_text("process_docs: !function code.run\n")
     with pytest.raises(ValueError, match="code in it is not run"):
         run_tasks(make_model(), [str(path)])
+
+
+def write_task(folder: Path, name: str, **changes: Any) -> str:
+    """A task in a file, beside its data; returns the file's path."""
+    own = tasks.list_own_tasks()["python_syntax"]
+    tree = {**yaml.safe_load(own.read_text()), "task": name, **changes}
+    row = {"prompt": "line 1 says", "choices": [" 1", " 2"], "answer": 0}
+    (folder / "python_syntax.jsonl").write_text(json.dumps(row) + "\n")
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return str(path)
+
+
+GENERATES = {
+    "output_type": "generate_until",
+    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4},
+    "metric_list": [{"metric": "exact_match"}],
+}
+
+
+def test_topk_cannot_generate(tmp_path: Path) -> None:
+    names = [write_task(tmp_path, "mine"), write_task(tmp_path, "writes", **GENERATES)]
+    assert run_tasks(make_model(), names).keys() == {"mine", "writes"}
+    assert run_tasks(make_model(selector="topk"), names[:1])["mine"]["acc"] in (0, 1)
+    with pytest.raises(ValueError, match=r"--selector topk needs .* the task 'writes' generates"):
+        tasks.load_tasks(EvalOptions(tasks=names), "topk")
+
+
+def test_groups_are_loaded_whole(tmp_path: Path) -> None:
+    files = {"test": str(tmp_path / "python_syntax.jsonl")}
+    given = {"data_files": files, "cache_dir": str(tmp_path / "cache")}
+    for name in ("one", "two"):
+        write_task(tmp_path, name, dataset_path="json", dataset_kwargs=given)
+    mean = [{"metric": "acc", "weight_by_size": True}]
+    inner = {"group": "inner", "task": ["one", "two"], "aggregate_metric_list": mean}
+    outer = {"group": "outer", "task": ["inner"], "aggregate_metric_list": mean}
+    for tree in (inner, outer):
+        (tmp_path / f"{tree['group']}.yaml").write_text(yaml.safe_dump(tree))
+    found = run_tasks(make_model(), ["outer"], include=[tmp_path])
+    assert found.keys() == {"outer", "inner", "one", "two"}
+    assert found["outer"]["acc"] == found["one"]["acc"] == found["two"]["acc"]
 
 
 def test_only_our_own_words_are_printed(

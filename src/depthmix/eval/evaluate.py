@@ -49,15 +49,16 @@ def _prepare_tasks(
     source: StoredModel, options: EvalOptions
 ) -> Callable[[Transformer], dict[str, Any]]:
     """Check what tasks need; returns the function that runs them."""
-    from depthmix.eval.tasks import TaskModel, run_tasks
+    from depthmix.eval.tasks import TaskModel, load_tasks, run_tasks
 
     selector = source.config.choose_selector(options.selector, looks_ahead=True)
+    loaded = load_tasks(options, selector)
     chat, vocabulary = source.chat if options.chat else None, source.vocabulary
 
     def run(network: Transformer) -> dict[str, Any]:
         given: dict[str, Any] = {"selector": selector, "batch_size": options.batch_size}
         adapter = TaskModel(network, vocabulary, chat=chat, **given)
-        return {"tasks": run_tasks(adapter, options), "selector": selector}
+        return {"tasks": run_tasks(adapter, loaded, options), "selector": selector}
 
     return run
 

@@ -6,7 +6,8 @@ in it is run.
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,13 @@ class TaskModel(LM):
         model: Transformer,
         vocabulary: Vocabulary,
         *,
-        selector: str | None = None,
+        selector: str | None,
         batch_size: int = 8,
         chat: Chat | None = None,
     ) -> None:
+        """`selector` as `choose_selector` has chosen it: None is for dense models only."""
         super().__init__()
-        self.model, self.vocabulary = model, vocabulary
-        self.selector = model.config.choose_selector(selector, looks_ahead=True)
+        self.model, self.vocabulary, self.selector = model, vocabulary, selector
         self.batch_size, self.chat = batch_size, chat
         self.stop_tokens = list_ends(vocabulary.end_token, chat)
 
@@ -156,15 +157,14 @@ class TaskModel(LM):
         return [scores[number] for number in range(len(rows))]
 
 
-def run_tasks(model: TaskModel, options: EvalOptions) -> dict[str, dict[str, Any]]:
-    """Each task's metrics. A name is one of `list_own_tasks`, a .yaml file, or lm-eval's.
+def load_tasks(options: EvalOptions, selector: str | None) -> list[Any]:
+    """The tasks and groups that the options name, with their data.
 
-    A model with `chat` gets its questions in the chat template.
+    A name is one of `list_own_tasks`, a .yaml file, or lm-eval's. Tasks that the selector cannot
+    do are refused.
     """
     # its progress and advice are for its own command line
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # it would run git, which prints an error outside a repository
-    evaluator.get_git_commit_hash = lambda: None
     found = [_find_task(name) for name in options.tasks]
     only_own = all(isinstance(task, dict) for task in found)
     manager = TaskManager(
@@ -178,19 +178,42 @@ def run_tasks(model: TaskModel, options: EvalOptions) -> dict[str, dict[str, Any
                     f"there is no task '{task}': name one of lm-eval's, a .yaml file, or one of "
                     f"ours: {', '.join(list_own_tasks())}"
                 )
-    try:
+    with _name_templates():
+        loaded = manager.load(found)
+    if selector == "topk":
+        for name, task in loaded["tasks"].items():
+            if task.OUTPUT_TYPE == "generate_until":
+                raise ValueError(
+                    f"--selector topk needs tokens that are not generated yet, and the task "
+                    f"'{name}' generates: leave out one of the two"
+                )
+    # groups hold their own
+    inner = {name for names in loaded.get("group_map", {}).values() for name in names}
+    whole = {**loaded["tasks"], **loaded.get("groups", {})}
+    return [task for name, task in whole.items() if name not in inner]
+
+
+def run_tasks(
+    model: TaskModel, loaded: list[Any], options: EvalOptions
+) -> dict[str, dict[str, Any]]:
+    """The metrics of each task of `load_tasks`.
+
+    A model with `chat` gets its questions in the chat template.
+    """
+    # it would run git, which prints an error outside a repository
+    evaluator.get_git_commit_hash = lambda: None
+    with _name_templates():
         results = simple_evaluate(
             model=model,
-            tasks=found,
+            tasks=loaded,
             num_fewshot=options.num_fewshot,
             limit=options.limit,
-            task_manager=manager,
+            # else it would look for all of lm-eval's
+            task_manager=TaskManager(include_defaults=False),
             apply_chat_template=model.chat is not None,
             log_samples=False,
             bootstrap_iters=0,
         )
-    except jinja2.TemplateError as error:
-        raise ValueError(f"a template does not fit its data: {error}") from error
     assert results is not None
     return {name: _keep_numbers(values) for name, values in results["results"].items()}
 
@@ -199,6 +222,15 @@ def list_own_tasks() -> dict[str, Path]:
     """The tasks that come with the package: name → file."""
     folder = Path(str(resources.files("depthmix.eval"))) / "offline"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+@contextmanager
+def _name_templates() -> Iterator[None]:
+    """Turn an error in a template into a sentence."""
+    try:
+        yield
+    except jinja2.TemplateError as error:
+        raise ValueError(f"a template does not fit its data: {error}") from error
 
 
 def _find_task(name: str) -> str | dict[str, Any]:
