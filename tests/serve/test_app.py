@@ -927,6 +927,47 @@ def test_nothing_of_the_inside_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             status, error = await read_error(server, "/v1/completions", prompt="a")
             assert status == 500
             assert error["message"] == "the server failed: its log says why"
+            # nor where answering the failure fails, too
+            monkeypatch.setattr(server.worker.metrics.requests, "labels", fail)
+            assert (await read_error(server, "/v1/completions", prompt="a"))[0] == 500
+
+    play(scene())
+
+
+def test_a_stream_that_fails_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+
+            def fail(*_: object) -> None:
+                raise KeyError("/secret/path")
+
+            monkeypatch.setattr(CompletionDraft, "continue_stream", fail)
+            answer = await server.ask("/v1/completions", prompt="a", stream=True)
+            *_, last, rest = answer.text.split("\n\n")
+            assert rest == ""
+            error = json.loads(last.removeprefix("data: "))["error"]
+            assert error["message"] == "the server failed: its log says why"
+            counts = (await server.client.get("/metrics")).text
+            (line,) = (x for x in counts.splitlines() if x.startswith("depthmix_requests_total"))
+            assert 'outcome="failed"' in line
+            assert line.endswith(" 1.0")
+
+    play(scene())
+
+
+def test_an_address_need_not_be_text() -> None:
+    async def scene() -> None:
+        async with open_service() as server:
+
+            async def call(scope: Any, receive: Any, send: Any) -> None:
+                # not every server refuses what is not ASCII
+                await server.app({**scope, "query_string": b"\xff"}, receive, send)
+
+            for path, wanted in (("/v1/completions", 200), ("/nope", 404)):
+                caller = Caller(call, path, prompt="a", max_tokens=1)
+                await caller.task
+                assert caller.sent[0]["status"] == wanted
+                assert json.loads(caller.text)
 
     play(scene())
 

@@ -173,9 +173,55 @@ def test_other_sites_pages_may_call_only_where_they_are_named() -> None:
             assert answer.headers[name] == "https://a.example"
             ask["Origin"] = "https://b.example"
             answer = await server.client.options("/v1/completions", headers=ask)
-            assert answer.status_code == 400
+            assert read_error(answer) == (400, "not_allowed_here")
             assert name not in answer.headers
+            assert answer.headers["vary"].startswith("Origin")
             assert (await server.client.get("/v1/models")).status_code == 401
+
+    play(scene())
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "sentence"),
+    [
+        (KeyError("/secret"), 500, "the server failed: its log says why"),
+        (asyncio.CancelledError(), 503, "the server is shutting down: ask another one"),
+    ],
+)
+def test_what_is_raised_is_answered_in_the_shape_of_all_errors(
+    raised: BaseException, status: int, sentence: str
+) -> None:
+    async def scene() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+
+        async def fail(*_: Any) -> Any:
+            raise raised
+
+        async def begin(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            raise raised
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request"}
+
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        # in the app, and before it
+        for app, read in ((fail, receive), (begin, fail)):
+            sent.clear()
+            with pytest.raises(type(raised)):
+                await Gate(app, Limits())(scope, read, send)
+            assert sent[0]["status"] == status
+            assert (b"content-type", b"application/json") in sent[0]["headers"]
+            assert json.loads(sent[1]["body"])["error"]["message"] == sentence
+        # an answer that has begun is not answered again
+        sent.clear()
+        with pytest.raises(type(raised)):
+            await Gate(begin, Limits())(scope, receive, send)
+        assert [message["type"] for message in sent] == ["http.response.start"]
 
     play(scene())
 

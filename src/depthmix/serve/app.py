@@ -15,18 +15,17 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from depthmix.models.chat import list_ends
 from depthmix.serve.answers import ChatDraft, CompletionDraft, Draft
-from depthmix.serve.gate import Gate, answer_problem
+from depthmix.serve.gate import Gate, Sites, answer_problem
 from depthmix.serve.lane import Lane, run_sized
 from depthmix.serve.limits import Limits
 from depthmix.serve.metrics import Metrics, write_metrics
 from depthmix.serve.page import answer_page
-from depthmix.serve.problems import FailedError, RefusedError, ServeError, StatusError
+from depthmix.serve.problems import FAILED, FailedError, RefusedError, ServeError, StatusError
 from depthmix.serve.shapes import (
     ChatAnswer,
     ChatChunk,
@@ -80,7 +79,7 @@ def make_app(
     gate: ASGIApp = Gate(service.make_api(), limits, key=key, hosts=hosts)
     if not origins:
         return gate
-    return CORSMiddleware(
+    return Sites(
         gate,
         allow_origins=origins,
         allow_methods=["GET", "POST"],
@@ -278,7 +277,8 @@ class Service:
     def _count(self, request: Request, outcome: str) -> None:
         # requests without a model are counted with the default one
         lane = getattr(request.state, "lane", self.default)
-        path = request.url.path
+        # not of the address, which may be one that cannot be decoded
+        path = request.scope["path"]
         # an unknown path is not a label, as clients could make up any number of them
         known = path if path in self._endpoints else "other"
         lane.worker.metrics.requests.labels(known, outcome).inc()
@@ -294,7 +294,7 @@ class Service:
 
     async def _answer_status(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        path = request.url.path[:200]
+        path = request.scope["path"][:200]
         sentences = {
             400: "the body cannot be read as JSON: check it",
             404: f"there is no '{path}' here: see /openapi.json",
@@ -307,9 +307,7 @@ class Service:
         return answer
 
     async def _answer_failure(self, request: Request, error: Exception) -> Response:
-        return await self._answer_problem(
-            request, FailedError("the server failed: its log says why")
-        )
+        return await self._answer_problem(request, FailedError(FAILED))
 
     @asynccontextmanager
     async def _run_workers(self, api: FastAPI) -> AsyncIterator[None]:
@@ -376,7 +374,11 @@ class EventStream(Response):
                         await write(pieces)
                     # other requests may run in between
                     await asyncio.sleep(0)
-        except ServeError as problem:
+        except Exception as error:
+            problem = error
+            if not isinstance(problem, ServeError):
+                logger.exception("a stream failed")
+                problem = FailedError(FAILED)
             # the status has been sent already, so clients look for this
             self.outcome = problem.outcome
             await write([json.dumps(problem.to_dict()).encode()], more=False)

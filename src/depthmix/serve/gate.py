@@ -11,11 +11,21 @@ import json
 from collections.abc import Collection
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from depthmix.serve.limits import Limits
-from depthmix.serve.problems import BusyError, ServeError, StatusError
+from depthmix.serve.problems import (
+    ENDING,
+    FAILED,
+    BusyError,
+    FailedError,
+    ServeError,
+    StatusError,
+    UnavailableError,
+)
 
 # liveness checks need no key; the page asks for it and contains nothing about the models
 OPEN_PATHS = frozenset({"/", "/health"})
@@ -53,6 +63,24 @@ class Gate:
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
             return
+        is_begun = False
+
+        async def watch(message: Message) -> None:
+            nonlocal is_begun
+            is_begun = True
+            await send(message)
+
+        try:
+            await self._admit(scope, receive, watch)
+        except BaseException as error:
+            # else the server below would answer, in plain text; it still logs what is raised
+            if not is_begun:
+                is_ending = isinstance(error, asyncio.CancelledError)
+                problem = UnavailableError(ENDING) if is_ending else FailedError(FAILED)
+                await close_with(problem)(scope, receive, send)
+            raise
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.lower(): value for name, value in scope["headers"]}
         body = b""
         try:
@@ -140,6 +168,26 @@ class Gate:
                 raise slow from None
             raise
         return b"".join(parts)
+
+
+class Sites(CORSMiddleware):
+    """Which other sites' pages may call the server; what it refuses has the shape of all errors."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """The answer to a browser that asks before it sends a page's request."""
+        answer = super().preflight_response(request_headers)
+        if answer.status_code == 200:
+            return answer
+        refusal = answer_problem(
+            StatusError(
+                answer.status_code,
+                "pages of that origin may not send this method or these headers to this server",
+                code="not_allowed_here",
+            )
+        )
+        kept = {n: v for n, v in answer.headers.items() if not n.startswith("content-")}
+        refusal.headers.update(kept)
+        return refusal
 
 
 class PlainJSON(Response):

@@ -7,6 +7,9 @@ the server's internals, which go to its log.
 from typing import Any
 
 RETRY_SECONDS = 1
+# of what was not foreseen
+FAILED = "the server failed: its log says why"
+ENDING = "the server is shutting down: ask another one"
 
 
 class ServeError(Exception):

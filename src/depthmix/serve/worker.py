@@ -21,6 +21,7 @@ from depthmix.infer import Engine, Event, SamplingParams, TokenScore
 from depthmix.infer.results import Stats
 from depthmix.serve.metrics import Metrics
 from depthmix.serve.problems import (
+    ENDING,
     BusyError,
     FailedError,
     RefusedError,
@@ -36,9 +37,9 @@ JOIN_SECONDS = 5.0
 
 SORRY = {
     "loading": "the model is being loaded: try again soon",
-    "draining": "the server is shutting down: ask another one",
+    "draining": ENDING,
     "broken": "the server has failed and must be restarted: its log says why",
-    "stopped": "the server is shutting down: ask another one",
+    "stopped": ENDING,
 }
 
 logger = logging.getLogger("depthmix.serve")
