@@ -113,7 +113,7 @@ def test_tokens_are_shaded_as_they_are_written(browser: Any) -> None:
         # the newest token's path is not known yet
         assert [shade for _, shade in tab.read()] == [*shades[:4], 0]
         assert tab.page.locator("#send").inner_text() == "Stop"
-        assert "run" not in tab.page.locator("#told").inner_text()
+        assert "run" not in tab.page.locator("#card-text").inner_text()
         engine.let_go()
         tab.wait_idle()
         assert [shade for _, shade in tab.read()] == [*shades, 0]
@@ -215,7 +215,7 @@ def test_it_works_without_a_mouse(browser: Any) -> None:
             keys.press("Shift+Tab")
             if tab.page.evaluate("document.activeElement.dataset.i") is not None:
                 break
-        card = tab.page.locator("#told")
+        card = tab.page.locator("#card-text")
         assert "Token 0" in card.inner_text()
         keys.press("ArrowRight")
         keys.press("ArrowRight")
@@ -247,7 +247,7 @@ def test_hostile_text_does_nothing(browser: Any) -> None:
         # a sample may end early, with a token that has no text
         assert sum(HOSTILE in text for text in texts) >= 5
         tab.lane(0).locator("[data-i='0']").hover()
-        assert "onerror" in tab.page.locator("#told").inner_text()
+        assert "onerror" in tab.page.locator("#card-text").inner_text()
         assert "onerror" in tab.lane(0).locator("h2").inner_text()
         assert "onerror" in tab.page.title()
         # its numbers are found by its name

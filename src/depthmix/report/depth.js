@@ -65,10 +65,10 @@ function watchTokens(box, pick) {
   });
 }
 
-// What is told of a token: beside the text where there is room, else on a sheet that can be closed.
+// What is shown of a token: beside the text where there is room, else on a sheet that can be closed.
 function fillCard(...children) {
   $("card").classList.add("open");
-  $("told").replaceChildren(...children);
+  $("card-text").replaceChildren(...children);
 }
 function closeCard() {
   $("card").classList.remove("open");
@@ -83,9 +83,9 @@ document.addEventListener("keydown", (event) => {
 
 // a token's path from the first block to the last; `inside` says of a routed block whether it ran
 function drawStrip(numBlocks, routed, inside) {
-  const told = { in: "routed", out: "passed by", dense: "dense" };
+  const names = { in: "routed", out: "passed by", dense: "dense" };
   return make("ol", { class: "strip", "aria-label": "the path, block by block" }, ...Array.from({ length: numBlocks }, (_, layer) => {
     const k = routed.indexOf(layer), kind = k < 0 ? "dense" : inside(k) ? "in" : "out";
-    return make("li", { class: kind, title: `block ${layer}: ${told[kind]}`, "aria-label": `block ${layer}: ${told[kind]}` }, String(layer));
+    return make("li", { class: kind, title: `block ${layer}: ${names[kind]}`, "aria-label": `block ${layer}: ${names[kind]}` }, String(layer));
   }));
 }
