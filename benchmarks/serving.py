@@ -68,12 +68,12 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="large")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--requests", type=int, help="in one go; default 1024, and 24 for smoke")
-    parser.add_argument("--seconds", type=float, help="of each rate; default 60, and 3 for smoke")
+    parser.add_argument("--seconds", type=float, help="of each rate; default 15, and 3 for smoke")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     is_small = args.shape == "smoke"
     args.requests = args.requests or (24 if is_small else 1024)
-    args.seconds = args.seconds or (3.0 if is_small else 60.0)
+    args.seconds = args.seconds or (3.0 if is_small else 15.0)
     if not args.cpu and not torch.cuda.is_available():
         parser.error("no CUDA device is visible to torch: run it on a GPU, or add --cpu")
     return args
