@@ -140,6 +140,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "lora_blocks": st.sampled_from(["routed", "all"]),
     "teacher": st.none() | st.just("runs/teacher"),
     "distill_loss_weight": st.floats(0, 1e300),
+    "hidden_loss_weight": st.floats(0, 1e300),
     "document_mask": st.booleans(),
     "precision": st.sampled_from(["auto", "float32", "bfloat16"]),
     "compile": st.none() | st.booleans(),
@@ -168,6 +169,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     values["num_micro_batches"] = draw(st.integers(1, 8))
     values["batch_size"] *= values["num_micro_batches"]
     assume(not (values["trainable"] == "lora" and values["optimizer"] == "muon"))
+    assume(values["teacher"] is not None or not values["hidden_loss_weight"])
     return Recipe(**values)
 
 
@@ -223,6 +225,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "lora_alpha": [(0, "must be greater than 0"), (math.inf, "must be a finite number")],
     "lora_blocks": [("dense", "must be one of 'routed', 'all'")],
     "distill_loss_weight": [(-1, "must be 0 or more"), (math.inf, "must be a finite number")],
+    "hidden_loss_weight": [(-1, "must be 0 or more"), (math.inf, "must be a finite number")],
     "document_mask": [(3, "must be true or false")],
     "precision": [("float16", "must be one of 'auto', 'float32', 'bfloat16'")],
     "compile": [("often", "must be true or false or empty")],

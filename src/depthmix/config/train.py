@@ -121,6 +121,9 @@ class Recipe:
     """A run or model folder to distil from, in addition to the loss on the text."""
     distill_loss_weight: NotNegative[float] = 1.0
     """Weight of the distillation loss, the divergence from the teacher's predictions."""
+    hidden_loss_weight: NotNegative[float] = 0.0
+    """Weight of the squared distance from the teacher's residual stream, relative to its square,
+    averaged over blocks. It needs a teacher of the same width and depth."""
     document_mask: bool = True
     """Keep attention within each document; false lets packed documents attend to earlier ones."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -341,5 +344,7 @@ def _find_problems(recipe: Recipe) -> Iterator[str]:
             f"train.num_micro_batches = {recipe.num_micro_batches} must divide train.batch_size = "
             f"{recipe.batch_size}"
         )
+    if recipe.hidden_loss_weight and recipe.teacher is None:
+        yield "train.hidden_loss_weight needs train.teacher: whose residual stream to learn"
     if recipe.trainable == "lora" and recipe.optimizer == "muon":
         yield "train.trainable = lora needs train.optimizer = adamw: muon updates whole matrices"

@@ -28,6 +28,8 @@ class Hidden(NamedTuple):
     hidden: Float[Tensor, "B T D"]
     routings: tuple[Routing, ...]
     expert_routings: tuple[ExpertRouting, ...]
+    streams: tuple[Float[Tensor, "B T D"], ...] = ()
+    """After each block, if they are to be kept."""
 
 
 class Output(NamedTuple):
@@ -190,7 +192,7 @@ class Transformer(nn.Module):
         `topk`, `predictor`, `router` or `all`. `document_ids` separates packed documents; a
         negative id is padding. By default, `positions` count within each document.
         """
-        hidden, routings, expert_routings = self.compute_hidden(
+        hidden, routings, expert_routings, _ = self.compute_hidden(
             tokens,
             selector=selector,
             positions=positions,
@@ -207,6 +209,7 @@ class Transformer(nn.Module):
         positions: Int[Tensor, "B T"] | None = None,
         document_ids: Int[Tensor, "B T"] | None = None,
         cache: ModelCache | None = None,
+        keeps_streams: bool = False,
     ) -> Hidden:
         """`forward` without the head, for a loss that never holds all the logits."""
         self._check(tokens, selector, document_ids, cache)
@@ -218,6 +221,7 @@ class Transformer(nn.Module):
         embedded_BTD = x_BTD
         routings: list[Routing] = []
         expert_routings: list[ExpertRouting] = []
+        streams: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache.layers[index]
             if self.mix is not None:
@@ -238,7 +242,9 @@ class Transformer(nn.Module):
             x_BTD = self._add_memory(x_BTD, found, str(index))
             if update.experts is not None:
                 expert_routings.append(update.experts)
-        return Hidden(self.norm(x_BTD), tuple(routings), tuple(expert_routings))
+            if keeps_streams:
+                streams.append(x_BTD)
+        return Hidden(self.norm(x_BTD), tuple(routings), tuple(expert_routings), tuple(streams))
 
     def _add_memory(self, x_BTD: Tensor, found: Tensor | None, place: str) -> Tensor:
         """Add what was looked up, if this place has a reader."""

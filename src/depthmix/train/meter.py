@@ -78,6 +78,8 @@ class Meter:
             named["grad_norm"] = result.grad_norm
         if result.distilled is not None:
             named["distill_loss"] = result.distilled
+        if result.hidden is not None:
+            named["hidden_loss"] = result.hidden
         named |= describe_routing(result.routing)
         self._names = list(named)
         values = torch.stack([value.detach().float() for value in named.values()])

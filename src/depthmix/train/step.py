@@ -30,7 +30,9 @@ class StepLoss(NamedTuple):
     grad_norm: Float[Tensor, ""] | None = None
     """Norm of the gradient before clipping; None without clipping."""
     distilled: Float[Tensor, ""] | None = None
-    """The distillation loss; None without a teacher."""
+    """The loss of the predictions against a teacher's; None without one."""
+    hidden: Float[Tensor, ""] | None = None
+    """The loss of the residual streams; None if they are not compared with a teacher's."""
 
     @property
     def total(self) -> Float[Tensor, ""]:
@@ -39,7 +41,9 @@ class StepLoss(NamedTuple):
         # merge the total and the language model's part into one tensor, and return the one that
         # needs no gradient
         total = self.language_model + self.routing.loss
-        return total if self.distilled is None else total + self.distilled
+        for part in (self.distilled, self.hidden):
+            total = total if part is None else total + part
+        return total
 
 
 def compute_loss(
@@ -50,15 +54,16 @@ def compute_loss(
     distillation: Distillation | None = None,
 ) -> StepLoss:
     """Language-model loss, the routing losses of the model's configuration, and a teacher's."""
-    hidden = model.compute_hidden(tokens, document_ids=document_ids)
+    keeps_streams = distillation is not None and distillation.keeps_streams
+    hidden = model.compute_hidden(tokens, document_ids=document_ids, keeps_streams=keeps_streams)
     language_model = token_loss(hidden.hidden, model.head.weight, targets)
     routing = routing_loss(model.config, hidden.routings, hidden.expert_routings)
     if distillation is None:
         return StepLoss(language_model, routing)
-    distilled = distillation.compute_loss(
-        hidden.hidden, model.head.weight, tokens, targets, document_ids
+    distilled, streams = distillation.compute_loss(
+        hidden, model.head.weight, tokens, targets, document_ids
     )
-    return StepLoss(language_model, routing, distilled=distilled)
+    return StepLoss(language_model, routing, distilled=distilled, hidden=streams)
 
 
 class Root(nn.Module):
