@@ -162,6 +162,9 @@ class Stack:
             newest=torch.zeros(num_rows, device=DEVICE, dtype=torch.int64),
         )
         self.blocks.few = FewRows(self.weights, rules, max(num_rows, 16), tunings)
+        if tunings is not None:
+            # these are of kernels that devices with prefetched products do not use
+            self.blocks.few.prefetched = None
         numbers = torch.arange(num_rows + 1, device=DEVICE, dtype=torch.int32)
         number = torch.tensor([num_rows], device=DEVICE, dtype=torch.int32)
         self.tokens = Tokens(
