@@ -208,6 +208,17 @@ def test_groups_are_loaded_whole(tmp_path: Path) -> None:
     assert found["outer"]["acc"] == found["one"]["acc"] == found["two"]["acc"]
 
 
+def test_a_star_names_several_tasks(tmp_path: Path) -> None:
+    files = {"test": str(tmp_path / "python_syntax.jsonl")}
+    given = {"data_files": files, "cache_dir": str(tmp_path / "cache")}
+    for name in ("mine_one", "mine_two", "other"):
+        write_task(tmp_path, name, dataset_path="json", dataset_kwargs=given)
+    found = run_tasks(make_model(), ["mine_*"], include=[tmp_path])
+    assert found.keys() == {"mine_one", "mine_two"}
+    with pytest.raises(ValueError, match=r"there is no task 'nothing_\*'"):
+        run_tasks(make_model(), ["nothing_*"], include=[tmp_path])
+
+
 def test_only_our_own_words_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

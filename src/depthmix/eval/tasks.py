@@ -160,8 +160,8 @@ class TaskModel(LM):
 def load_tasks(options: EvalOptions, selector: str | None) -> list[Any]:
     """The tasks and groups that the options name, with their data.
 
-    A name is one of `list_own_tasks`, a .yaml file, or lm-eval's. Tasks that the selector cannot
-    do are refused.
+    A name is one of `list_own_tasks`, a .yaml file, or lm-eval's, which may have a `*`. Tasks that
+    the selector cannot do are refused.
     """
     # its progress and advice are for its own command line
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -170,16 +170,17 @@ def load_tasks(options: EvalOptions, selector: str | None) -> list[Any]:
     manager = TaskManager(
         include_path=[str(path) for path in options.include], include_defaults=not only_own
     )
-    if not only_own:
-        known = set(manager.all_tasks)
-        for task in found:
-            if isinstance(task, str) and task not in known and "*" not in task:
-                raise ValueError(
-                    f"there is no task '{task}': name one of lm-eval's, a .yaml file, or one of "
-                    f"ours: {', '.join(list_own_tasks())}"
-                )
+    named: list[Any] = []
+    for task in found:
+        matches = manager.match_tasks([task]) if isinstance(task, str) else [task]
+        if not matches:
+            raise ValueError(
+                f"there is no task '{task}': name one of lm-eval's, a .yaml file, or one of "
+                f"ours: {', '.join(list_own_tasks())}"
+            )
+        named += matches
     with _name_templates():
-        loaded = manager.load(found)
+        loaded = manager.load(named)
     if selector == "topk":
         for name, task in loaded["tasks"].items():
             if task.OUTPUT_TYPE == "generate_until":
