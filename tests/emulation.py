@@ -4,11 +4,13 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 
+from depthmix.kernels import nvrtc
 from depthmix.kernels.decode import stream
 
 HERE = Path(__file__).parent
@@ -16,10 +18,34 @@ COMPILER = shutil.which("c++") or shutil.which("g++")
 PROGRAMS = 3
 
 
+def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let kernels run on a CPU if there is no GPU, with libraries kept in a folder."""
+    if torch.cuda.is_available():
+        return
+    if COMPILER is None:
+        pytest.skip("there is no C++ compiler to emulate a GPU with")
+
+    def compile_kernel(
+        source: str,
+        name: str,
+        defines: tuple[tuple[str, int | str], ...],
+        device: torch.device,
+        *,
+        num_threads: int,
+        shared_bytes: int,
+        overlaps: bool = False,
+    ) -> nvrtc.Launch:
+        return compile_emulated(folder, name, dict(defines), num_threads, shared_bytes)
+
+    monkeypatch.setattr(nvrtc, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(nvrtc, "find_obstacle", lambda device: None)
+    monkeypatch.setattr(stream, "count_programs", lambda device: PROGRAMS)
+
+
 def compile_emulated(
     folder: Path, name: str, defines: Mapping[str, int | str], num_threads: int, shared_bytes: int
-) -> Callable[[ctypes.Structure, int], None]:
-    """Compile the kernel of this name, as `nvrtc` does, with libraries kept in a folder."""
+) -> nvrtc.Launch:
+    """Compile the kernel of this name for the emulated GPU."""
     assert COMPILER is not None
     kernels = Path(stream.__file__).parent
     parts = [HERE / "emulated_gpu.h", kernels / "ring.cuh", kernels / f"{name}.cu"]
@@ -41,10 +67,6 @@ def compile_emulated(
         assert not stuck, "the threads wait for each other"
 
     return launch
-
-
-def count_programs(device: torch.device) -> int:
-    return PROGRAMS
 
 
 def check_task(kernel: Path, task: type[ctypes.Structure]) -> None:

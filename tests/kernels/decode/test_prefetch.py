@@ -8,37 +8,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from depthmix.kernels import nvrtc
-
 prefetch = pytest.importorskip("depthmix.kernels.decode.prefetch")
-stream = pytest.importorskip("depthmix.kernels.decode.stream")
 plan = pytest.importorskip("depthmix.kernels.decode.plan")
 emulation = pytest.importorskip("emulation")
 step_bench = pytest.importorskip("step_bench")
 
 pytestmark = pytest.mark.slow
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_TOKENS, NUM_LAYERS, EPS = 37, 2, 1e-5
 
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    if ON_GPU:
-        return
-    if emulation.COMPILER is None:
-        pytest.skip("there is no C++ compiler to emulate a GPU with")
-    folder = tmp_path_factory.getbasetemp()
-
-    def compile_prefetched(
-        name: str, defines: dict[str, int], device: Any, num_threads: int, shared_bytes: int
-    ) -> Any:
-        return emulation.compile_emulated(folder, name, defines, num_threads, shared_bytes)
-
-    monkeypatch.setattr(prefetch, "compile_prefetched", compile_prefetched)
-    monkeypatch.setattr(stream, "count_programs", emulation.count_programs)
-    monkeypatch.setattr(nvrtc, "find_obstacle", lambda device: None)
+    emulation.emulate(monkeypatch, tmp_path_factory.getbasetemp())
 
 
 def make(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float16) -> Tensor:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from depthmix.config import GATES
-from depthmix.kernels import nvrtc
 
 stream = pytest.importorskip("depthmix.kernels.decode.stream")
 step_bench = pytest.importorskip("step_bench")
@@ -19,7 +18,6 @@ Bench, Part, Room, make = step_bench.Bench, step_bench.Part, step_bench.Room, st
 
 pytestmark = pytest.mark.slow
 
-ON_GPU = torch.cuda.is_available()
 SMALL: dict[str, Any] = {
     "num_layers": 4,
     "width": 64,
@@ -43,19 +41,7 @@ REAL: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    if ON_GPU:
-        return
-    if emulation.COMPILER is None:
-        pytest.skip("there is no C++ compiler to emulate a GPU with")
-    folder = tmp_path_factory.getbasetemp()
-
-    def compile_stream(defines: dict[str, int | str], device: Any, shared_bytes: int) -> Any:
-        num_threads = 32 * (stream.WARPS + 1)
-        return emulation.compile_emulated(folder, "stream", defines, num_threads, shared_bytes)
-
-    monkeypatch.setattr(stream, "compile_stream", compile_stream)
-    monkeypatch.setattr(stream, "count_programs", emulation.count_programs)
-    monkeypatch.setattr(nvrtc, "find_obstacle", lambda device: None)
+    emulation.emulate(monkeypatch, tmp_path_factory.getbasetemp())
 
 
 def run(name: str, selector: str | None, most: int, num_steps: int, **overrides: Any) -> Any:
